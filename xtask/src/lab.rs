@@ -5,11 +5,9 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use anyhow::{Error, Result};
-use lab_tools::build::Built;
+use lab_tools::build::{BINARY, Built};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
-
-use crate::test::BINARY;
 
 /// The arguments of such a program.
 #[derive(clap::Args)]

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use lab_tools::build::{Profile, build_binary};
+use lab_tools::build::{BINARY, Profile, build_binary};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
@@ -136,7 +136,7 @@ fn build(workspace: &Workspace, package: &str) -> Result<PathBuf> {
 fn misbehave(workspace: &Workspace, parties: &Path, binary: &Path) -> Result<()> {
     let mut command = Command::new(parties);
     command.args(["--nocapture", PARTIES.1]).current_dir(workspace.root());
-    command.env("BLOCKHOUSE_BIN", binary);
+    command.env(BINARY, binary);
     command.env("BLOCKHOUSE_HOSTILE_SECONDS", PARTY_SECONDS.to_string());
     let output = command.output().context("cannot start the hostile parties")?;
     check(&output, &String::from_utf8_lossy(&output.stderr), parties)

@@ -8,15 +8,12 @@ use std::process::Command;
 use anyhow::Result;
 
 use lab_tools::apt;
-use lab_tools::build::{Built, Profile, build_binary};
+use lab_tools::build::{BINARY, Built, Profile, build_binary};
 use lab_tools::process::{self, cargo};
 use lab_tools::qemu_driver;
 use lab_tools::workspace::Workspace;
 
 use crate::{loom, test_programs};
-
-/// The variable with the path of the binary under test.
-pub const BINARY: &str = "BLOCKHOUSE_BIN";
 
 /// The variable by which tests explore fewer of their seeds than they say.
 const ONE_SEED_IN: &str = "BLOCKHOUSE_SIM_ONE_SEED_IN";
@@ -24,7 +21,7 @@ const ONE_SEED_IN: &str = "BLOCKHOUSE_SIM_ONE_SEED_IN";
 /// How many of their own numbers of random seeds the tests explore.
 #[derive(Clone, Copy)]
 pub enum Seeds {
-    /// A quarter, others each time: a run takes minutes, not half an hour.
+    /// A quarter of them, at least 20, others each time: a run takes minutes, not half an hour.
     Quarter,
     /// As many as each test says.
     All,

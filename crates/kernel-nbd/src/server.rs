@@ -27,7 +27,7 @@ pub(crate) struct Server {
     socket: PathBuf,
 }
 
-/// What is known of the server at a socket.
+/// The result of looking for the server at a socket.
 pub(crate) enum Found {
     /// The process that listens.
     Listens(Server),

@@ -9,6 +9,9 @@ use serde_json::Value;
 use crate::process::{artifacts, cargo, executables};
 use crate::workspace::Workspace;
 
+/// The environment variable with the path of the binary under test.
+pub const BINARY: &str = "BLOCKHOUSE_BIN";
+
 /// How the binary is compiled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
@@ -60,7 +63,7 @@ impl Built {
 /// # Errors
 /// Cargo fails.
 pub fn binary_under_test(workspace: &Workspace) -> Result<PathBuf> {
-    match std::env::var_os("BLOCKHOUSE_BIN") {
+    match std::env::var_os(BINARY) {
         Some(binary) => Ok(std::path::absolute(binary)?),
         None => build_binary(workspace, Profile::Dev),
     }

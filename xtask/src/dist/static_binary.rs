@@ -16,6 +16,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use lab_tools::apt;
+use lab_tools::build::BINARY;
 use lab_tools::process::{cargo, executables, find_program, run, stdout_of};
 
 use super::parts::Parts;
@@ -47,7 +48,7 @@ pub(super) fn test(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     apt::require(apt::FOR_TLS_TESTS)?;
     let mut test =
         cargo(["test", "--locked", "--package", "blockhouse-tests", "--test", "it", "--"]);
-    test.arg(TESTS).current_dir(parts.workspace.root()).env("BLOCKHOUSE_BIN", binary);
+    test.arg(TESTS).current_dir(parts.workspace.root()).env(BINARY, binary);
     test.env("BLOCKHOUSE_TESTS_SKIP", "never");
     run(test)
 }

@@ -91,6 +91,10 @@ const OTHER_OPTIONS: [&str; 52] = [
     "passphrase_file",
 ];
 
+/// The error of qemu-nbd for too many or too few files.
+const WRONG_NUMBER: &str =
+    "Invalid number of arguments\nTry `qemu-nbd --help' for more information.";
+
 /// Arguments of `serve`.
 #[derive(clap::Args)]
 pub struct Arguments {
@@ -400,7 +404,7 @@ impl Arguments {
             self.limits.push(limits::parse(&limit).unwrap_or_else(|why| refuse(&why)));
         }
         if called_as::is_qemu_nbd() && self.images.len() > 1 {
-            wrong_usage("Invalid number of arguments\nTry `qemu-nbd --help' for more information.");
+            wrong_usage(WRONG_NUMBER);
         }
         for image in &mut self.images {
             let named = self.habits.image_opts.resolve_to_serve(image, self.format);
@@ -444,9 +448,7 @@ impl Arguments {
         match &self.images[..] {
             _ if !self.habits.disconnect => None,
             [device] => Some(device),
-            _ => wrong_usage(
-                "Invalid number of arguments\nTry `qemu-nbd --help' for more information.",
-            ),
+            _ => wrong_usage(WRONG_NUMBER),
         }
     }
 

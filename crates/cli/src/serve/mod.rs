@@ -35,7 +35,7 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     arguments.obey_habits();
     arguments.check();
     if let Some((number, named)) = arguments.connected() {
-        // A name of its own: the device tells it to whoever disconnects.
+        // The socket's name is new each time: `-d` reads it from the device.
         let socket = named.map_or_else(attach::new_socket, |socket| Ok(absolute(socket)?))?;
         let words = match named {
             Some(_) => background_words(&[]),
@@ -74,17 +74,14 @@ fn background_words(more: &[OsString]) -> Vec<OsString> {
     if std::env::var_os("LISTEN_PID").is_some_and(|pid| pid == own.as_str()) {
         refuse("the service manager's sockets are for this process; leave out --fork and -c");
     }
-    let words = called_as::words();
-    let command = called_as::index_of_command(&words).unwrap_or_default();
-    let options = words.iter().position(|word| word == "--").unwrap_or(words.len());
-    let kept = words.iter().enumerate().filter(|(at, word)| *at >= options || *word != "--fork");
-    let with_option = kept.flat_map(|(at, word)| {
-        let here = at == command;
-        let option = here.then(|| background::OPTION.into());
-        let more = more.iter().filter(move |_| here).cloned();
-        std::iter::once(word.clone()).chain(option).chain(more)
-    });
-    with_option.skip(1).collect()
+    let mut words = called_as::words();
+    let first = called_as::index_of_command(&words).map_or(0, |command| command + 1);
+    let mut options = words.split_off(first.min(words.len()));
+    let end = options.iter().position(|word| word == "--").unwrap_or(options.len());
+    let files = options.split_off(end);
+    options.retain(|word| word != "--fork");
+    let own = [&[background::OPTION.into()], more].concat();
+    words.into_iter().skip(1).chain(own).chain(options).chain(files).collect()
 }
 
 /// Starts a process in the background that serves the same command line without `--fork`.

@@ -126,7 +126,7 @@ fn as_qemu_nbd(image: &str) -> Result<()> {
     }
     let missing = qemu_nbd(&["-d", "/dev/nbd99"])?;
     ensure!(!missing.is_good && missing.error.contains("Cannot open"), "{}", missing.error);
-    // The socket is unknown to whoever disconnects: the device is not taken from its users.
+    // A mounted device stays, also if `-d` cannot reach the server's socket.
     const SOCKET: &str = "/tmp/named.sock";
     connect(&["-c", DEVICE, "-k", "named.sock", image])?;
     let mount = Mount::at(FileSystem::Ext4, node, Path::new(PLACE))?;
@@ -135,7 +135,7 @@ fn as_qemu_nbd(image: &str) -> Result<()> {
     let refusal = qemu_nbd(&["-d", DEVICE])?;
     ensure!(!refusal.is_good && refusal.error.contains("unmount it first"), "{}", refusal.error);
     mount.unmount()?;
-    ensure!(qemu_nbd(&[DEVICE, "-d"])?.is_good, "a device that nobody uses is held");
+    ensure!(qemu_nbd(&[DEVICE, "-d"])?.is_good, "an unused device is refused");
     system::wait_for("the end of the server", || {
         blockhouse(&["check", image]).is_ok_and(|said| said.is_good).then_some(())
     })?;
