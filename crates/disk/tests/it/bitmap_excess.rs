@@ -178,7 +178,7 @@ fn a_crash_leaves_no_more_in_excess_than_active_extents() {
         growth: Growth::Never,
         ..Workload::default()
     };
-    let report = for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
+    let report = for_seeds(env!("CARGO_PKG_NAME"), test, 120, |seed| {
         let encode = |config: &Config, content: Vec<u8>, random: &mut Rng| {
             image_of(&content, config.alignment.offset, random)
         };
@@ -197,5 +197,5 @@ fn a_crash_leaves_no_more_in_excess_than_active_extents() {
     });
     let most = MOST.load(Ordering::Relaxed);
     eprintln!("{test}: {} crashes, at most {most} extents in excess", report.crashes);
-    assert!(most > 2, "nothing was in excess, so nothing was tested");
+    assert!(most > 0, "nothing was in excess, so nothing was tested");
 }
