@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::called_as;
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
-use crate::image_opts::ImageOptsArgs;
+use crate::image_opts::{self, ImageOptsArgs};
 use crate::json_text;
 use crate::open_args::{OpenArgs, of_metadata};
 use crate::output;
@@ -314,7 +314,7 @@ impl Image {
             Access::ReadOnly => image_opts.resolve(&self.image, *format)?,
             Access::ReadWrite => image_opts.resolve_to_change(&self.image, *format)?,
         };
-        open(&named.path, self.options(named.format, access, locking)?).await
+        open(&named.path, self.options(&named, access, locking)?).await
     }
 
     /// Makes the side file for the bitmaps of a raw image, unless the image has one. Returns
@@ -328,7 +328,7 @@ impl Image {
             // file.
             return Ok(false);
         }
-        let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
+        let options = self.options(&named, Access::ReadWrite, Locking::Held)?;
         Ok(make_side_file(&named.path, &options).await.map_err(told)?)
     }
 
@@ -336,20 +336,20 @@ impl Image {
     async fn remove_unused_side_file(&self, disk: &ImageDisk) -> Result<()> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
-        let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
+        let options = self.options(&named, Access::ReadWrite, Locking::Held)?;
         Ok(remove_unused_side_file(disk, &named.path, &options).await?)
     }
 
     fn options(
         &self,
-        format: Option<ImageFormat>,
+        named: &image_opts::Named,
         access: Access,
         locking: Locking,
     ) -> Result<ImageOptions> {
         let open = &self.access.open;
         let options = match access {
-            Access::ReadOnly => of_metadata(open.read_only(format)?),
-            Access::ReadWrite => open.read_write(format)?,
+            Access::ReadOnly => of_metadata(open.read_image(&named.path, named.format, None)?),
+            Access::ReadWrite => open.read_write(&named.path, named.format)?,
         };
         Ok(ImageOptions { locking, side_file: self.access.side_file.side_file(), ..options })
     }

@@ -10,8 +10,8 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use blockhouse_core::{Storage, ToolProgress};
 use blockhouse_disk::{
-    CheckReport, IfCorrupt, ImageFormat, PendingChanges, Purpose, format_by_name, open,
-    open_storage, replay_state,
+    CheckReport, IfCorrupt, ImageFormat, ImageOptions, PendingChanges, Purpose, format_by_name,
+    open, open_storage, replay_state,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with};
@@ -163,17 +163,18 @@ async fn repair_image(
 ) -> Result<Outcome> {
     let Named { path, format: said, .. } = arguments.image.to_change()?;
     let image = &*path;
-    let format = said.unwrap_or_else(|| format_by_name(image));
+    let options = arguments.image.open.read_write(image, said)?;
+    let format = options.format.unwrap_or_else(|| format_by_name(image));
     match format {
         ImageFormat::Raw | ImageFormat::Luks => {
             if said.is_none() && format == ImageFormat::Raw {
                 // The open refuses an image that looks like another format than its name says.
-                open(image, arguments.image.open.read_write(said)?).await?.close().await?;
+                open(image, options).await?.close().await?;
             }
             return Ok(Outcome::NotCheckable(format.as_str()));
         }
         ImageFormat::Foreign(ForeignKind::Vhdx) => {
-            return replay_log(arguments, image, progress).await;
+            return replay_log(arguments, image, options, progress).await;
         }
         ImageFormat::Foreign(_) => bail!(
             "{}: {} images are checked, but not repaired: repair it with the program that made it",
@@ -188,7 +189,7 @@ async fn repair_image(
     };
     // The image is opened with its state file, which has the completed writes of a killed server.
     // Otherwise the repair would free the clusters of these writes as leaks.
-    let options = arguments.image.open.read_write(Some(format))?;
+    let options = ImageOptions { format: Some(format), ..options };
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_storage(image, options).await?;
     let repaired = repair_with(&storage, what, progress).await?;
@@ -200,10 +201,10 @@ async fn repair_image(
 async fn replay_log(
     arguments: &Arguments,
     image: &Path,
+    options: ImageOptions,
     progress: &ToolProgress,
 ) -> Result<Outcome> {
-    let format = ImageFormat::Foreign(ForeignKind::Vhdx);
-    let storage = open_storage(image, arguments.image.open.read_write(Some(format))?).await?;
+    let storage = open_storage(image, options).await?;
     let is_replayed = replay_vhdx_log(&storage, random_bytes()?).await?;
     storage.close().await?;
     // The storage is closed first, because its lock would make the check fail.

@@ -62,7 +62,7 @@ pub struct Arguments {
 pub fn run(arguments: Arguments) -> Result<()> {
     let Named { path: image, format, backing, .. } =
         arguments.image_opts.resolve_to_commit(&arguments.image, arguments.format)?;
-    let options = arguments.target_cache.apply(arguments.open.read_write(format)?);
+    let options = arguments.target_cache.apply(arguments.open.read_write(&image, format)?);
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let is_base = |behind: &Path| {

@@ -21,6 +21,7 @@ use crate::bitmap;
 use crate::image_args::ImageArgs;
 use crate::json_text;
 use crate::luks_info;
+use crate::open_args::look_locking;
 use crate::{called_as, output, qemu_info, snapshot_list};
 use blockhouse_config::size;
 
@@ -86,11 +87,10 @@ struct Facts {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let (image, options) = arguments.image.read_only()?;
     let state = options.state.directory().cloned();
-    // The image is not locked, because it may be in use. It is opened with direct I/O, as a server
-    // opens it.
+    // The image is opened with direct I/O, as a server opens it.
     let options = ImageOptions {
         cache: CacheMode::None,
-        locking: Locking::None,
+        locking: look_locking(options.locking == Locking::None),
         // A missing file is reported as a fact, not as a warning.
         state: StateUse::Off,
         ..options

@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use blockhouse_config::server::StateSetup;
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, FilePart, ImageFormat, ImageOptions, KeyFiles, RemoteBacking,
-    Secrets, StateDir, StateUse, probe_nameless,
+    Access, AllowedPaths, CacheMode, FilePart, ImageFormat, ImageOptions, KeyFiles, Locking,
+    RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
 };
 use blockhouse_format::qcow2::NewEncryption;
 
@@ -71,17 +71,24 @@ impl AllowPathArgs {
 pub struct ReferenceArgs {
     #[command(flatten)]
     pub allow: AllowPathArgs,
-    /// Open no file and no server that an image names: no backing file, no data file, no external
-    /// extents. For untrusted images; 'info --json' lists all names in an image.
-    #[arg(long, conflicts_with_all = ["allow_path", "allow_remote"])]
+    /// Open no file and no server that an image names, except below --allow-path: no backing file,
+    /// no data file, no external extents. For untrusted images; 'info --json' lists all names in an
+    /// image.
+    #[arg(long, conflicts_with = "allow_remote")]
     pub no_references: bool,
 }
 
 impl ReferenceArgs {
-    /// The paths that images may name, of the options and of the environment; none if no name is
-    /// followed.
+    /// From now on images may name only the allowed paths, as their formats were probed.
+    pub fn follow_only_allowed(&mut self) {
+        self.allow.allow_path = self.paths();
+        self.no_references = true;
+    }
+
+    /// The paths that images may name: of the options, and without --no-references also of the
+    /// environment.
     pub fn paths(&self) -> Vec<PathBuf> {
-        if self.no_references { Vec::new() } else { self.allow.paths() }
+        if self.no_references { self.allow.allow_path.clone() } else { self.allow.paths() }
     }
 }
 
@@ -93,6 +100,13 @@ pub fn of_metadata(options: ImageOptions) -> ImageOptions {
         other => other,
     };
     ImageOptions { state, ..options }
+}
+
+/// How an image is locked that is only looked at: not at all, because it may be in use. Under the
+/// name qemu-img it is locked unless the caller shares it, because callers learn from the failure
+/// that the image is in use.
+pub fn look_locking(is_shared: bool) -> Locking {
+    if called_as::is_qemu_img() && !is_shared { Locking::Held } else { Locking::None }
 }
 
 /// The keys of encrypted images.
@@ -211,8 +225,9 @@ pub struct OpenArgs {
 
 impl OpenArgs {
     /// As [`read_only`](Self::read_only), for the image at `path`, or in a part of that file. If
-    /// neither the caller nor the image's name gives the format, the format is probed. Then no name
-    /// in the image is followed.
+    /// neither the caller nor the image's name gives the format, the format is probed. Then the
+    /// image may name only files whose paths the user has allowed, because its guest may have
+    /// written all of it.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only); also if the file cannot be read.
@@ -222,20 +237,19 @@ impl OpenArgs {
         format: Option<ImageFormat>,
         part: Option<FilePart>,
     ) -> Result<ImageOptions> {
-        let by_content = called_as::is_qemu_img();
+        let by_content = called_as::tool().is_some();
         let found = if format.is_none() { probe_nameless(path, part, by_content)? } else { None };
-        let options = ImageOptions { part, ..self.read_only(format.or(found))? };
+        let options = self.read_only(format.or(found))?;
+        let options = ImageOptions { part, probes_remote: by_content, ..options };
         let Some(found) = found else { return Ok(options) };
-        if !output::is_quiet() && !called_as::is_qemu_img() {
+        if !output::is_quiet() && called_as::tool().is_none() {
             output::tell(&format!(
                 "blockhouse: {}: its name says no format; it looks like {} and is read as that",
                 path.display(),
                 found.as_str()
             ));
         }
-        let allowed_paths = AllowedPaths::none(
-            "its format was found in the file: say it with the option for formats, if you know who made the image",
-        );
+        let allowed_paths = AllowedPaths::only(&self.references.paths())?;
         Ok(ImageOptions { allowed_paths, ..options })
     }
 
@@ -246,7 +260,7 @@ impl OpenArgs {
     /// A directory that was named cannot be used.
     pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
         let allowed_paths = if self.references.no_references {
-            AllowedPaths::refusing_all()
+            AllowedPaths::only(&self.references.paths())?
         } else {
             self.allowed_paths(None)?
         };
@@ -256,13 +270,18 @@ impl OpenArgs {
         Ok(ImageOptions { allowed_paths, remote_backing, secrets, ..options })
     }
 
-    /// Options to open an image that a tool changes. The changes that a killed server acknowledged
-    /// are applied first.
+    /// Options to open the image at `path`, which a tool changes. The changes that a killed server
+    /// acknowledged are applied first. Only under the name of a QEMU tool a format that neither the
+    /// caller nor the image's name gives is probed, as in [`read_image`](Self::read_image).
     ///
     /// # Errors
-    /// As [`read_only`](Self::read_only).
-    pub fn read_write(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
-        Ok(ImageOptions { access: Access::ReadWrite, ..self.read_only(format)? })
+    /// As [`read_image`](Self::read_image).
+    pub fn read_write(&self, path: &Path, format: Option<ImageFormat>) -> Result<ImageOptions> {
+        let options = match called_as::tool() {
+            None => self.read_only(format)?,
+            Some(_) => self.read_image(path, format, None)?,
+        };
+        Ok(ImageOptions { access: Access::ReadWrite, ..options })
     }
 
     /// The keys that were named, for a new image.

@@ -125,7 +125,7 @@ impl Arguments {
     async fn open(&self) -> Result<ImageDisk> {
         if self.write {
             let named = self.image_opts.resolve_to_change(&self.image, self.format)?;
-            let options = self.cache.apply(self.open.read_write(named.format)?);
+            let options = self.cache.apply(self.open.read_write(&named.path, named.format)?);
             return Ok(open(&named.path, options).await?);
         }
         let Named { path, format, part, is_shared, backing_use, .. } =

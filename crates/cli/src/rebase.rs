@@ -76,7 +76,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let disk = if arguments.only_name {
         event_loop.block_on(async {
             warn_of_new(&arguments.image, new.as_ref()).await;
-            let options = arguments.open.read_write(arguments.format)?;
+            let options = arguments.open.read_write(&arguments.image, arguments.format)?;
             anyhow::Ok(open(&arguments.image, options.for_purpose(Purpose::Image)).await?)
         })?
     } else {
@@ -145,7 +145,7 @@ impl Arguments {
         shown: &Progress,
         new: Option<&NewBacking>,
     ) -> Result<ImageDisk> {
-        let options = self.open.read_write(self.format)?;
+        let options = self.open.read_write(&self.image, self.format)?;
         let (disk, behind) = event_loop.block_on(async {
             let disk = open(&self.image, self.target_cache.apply(options.clone())).await?;
             if self.compress && disk.image().compression().is_none() {

@@ -13,7 +13,7 @@ use blockhouse_storage::Location;
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
-use crate::open_args::{OpenArgs, of_metadata};
+use crate::open_args::{OpenArgs, look_locking, of_metadata};
 use crate::output;
 use crate::snapshot_list::{as_json, as_qemu_table, as_text};
 use blockhouse_daemon::control::{Connection, Listed};
@@ -114,7 +114,7 @@ struct ImageAccess {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// For qemu-img's users: a list never locks the image.
+    /// Under the name qemu-img: list the snapshots of an image that another program uses.
     #[arg(short = 'U', hide = true)]
     force_share: bool,
     /// Ask the server that has the image open, at its --control socket. Guests continue; the
@@ -177,7 +177,7 @@ struct ListStyle {
 async fn run_closed(action: Action) -> Result<()> {
     match action {
         Action::List { image, style } => {
-            let disk = open(&image, Access::ReadOnly, Locking::None).await?;
+            let disk = open(&image, Access::ReadOnly).await?;
             let snapshots = match disk.snapshots().list().await {
                 // As in qemu-img, the list of a format without snapshots is empty.
                 Err(error) if error.kind() == ErrorKind::Unsupported && style.is_qemu => Vec::new(),
@@ -262,7 +262,7 @@ impl ServedDisk {
 async fn fork(image: &Image, overlay: &Path) -> Result<()> {
     let Image { access: reach, image } = image;
     let named = reach.image_opts.resolve_to_change(image, reach.format)?;
-    let options = reach.open.read_write(named.format)?;
+    let options = reach.open.read_write(&named.path, named.format)?;
     fork_image(&named.path, options, overlay).await.map_err(with_hint)?;
     Ok(())
 }
@@ -291,10 +291,10 @@ impl Image {
 }
 
 async fn open_to_change(image: &Image) -> Result<ImageDisk> {
-    open(image, Access::ReadWrite, Locking::Held).await
+    open(image, Access::ReadWrite).await
 }
 
-async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDisk> {
+async fn open(image: &Image, access: Access) -> Result<ImageDisk> {
     let Image { access: reach, image } = image;
     let named = match access {
         Access::ReadOnly => reach.image_opts.resolve(image, reach.format)?,
@@ -304,7 +304,11 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDi
         Access::ReadOnly => {
             of_metadata(reach.open.read_image(&named.path, named.format, named.part)?)
         }
-        Access::ReadWrite => reach.open.read_write(named.format)?,
+        Access::ReadWrite => reach.open.read_write(&named.path, named.format)?,
+    };
+    let locking = match access {
+        Access::ReadOnly => look_locking(reach.force_share || named.is_shared),
+        Access::ReadWrite => Locking::Held,
     };
     let options = ImageOptions { locking, ..options };
     // Only the image's tables are needed.

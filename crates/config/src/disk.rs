@@ -92,8 +92,8 @@ pub struct DiskConfig {
     /// Whether the image may name an export of another server as its backing file.
     #[serde(default)]
     pub allow_remote: bool,
-    /// Whether no name in the image is followed: it has no backing file, no data file and no
-    /// extents elsewhere, or is refused.
+    /// Whether no name in the image is followed except into the allowed paths: it has no other
+    /// backing file, data file or extents, or is refused.
     #[serde(default)]
     pub no_references: bool,
     /// Whether the backing file that the image names is left out: what the image does not have
@@ -198,10 +198,9 @@ impl DiskConfig {
         if self.create.is_some() && self.snapshot.is_some() {
             return Err("a new image has no snapshots; leave out create or snapshot".into());
         }
-        if self.no_references && (self.allow_remote || !self.allow_paths.is_empty()) {
+        if self.no_references && self.allow_remote {
             return Err(
-                "no-references follows no name; leave allow-paths and allow-remote out, or it"
-                    .into(),
+                "no-references follows no name of a server; leave allow-remote out, or it".into()
             );
         }
         check_filling(self.copy_on_read, self.prefetch, self.is_read_only())?;
@@ -345,7 +344,7 @@ mod tests {
             (r#"{"path":"/a","detect-zeroes":"unmap","discard":"ignore"}"#, "needs discard unmap"),
             (r#"{"path":"/a","create":1,"snapshot":"s"}"#, "no snapshots"),
             (r#"{"path":"/a","logical-block-size":"8K"}"#, "from 512 to 4096"),
-            (r#"{"path":"/a","no-references":true,"allow-paths":["/b"]}"#, "follows no name"),
+            (r#"{"path":"/a","no-references":true,"allow-remote":true}"#, "follows no name"),
             (r#"{"path":"/a","bitmaps":["b"],"snapshot":"s"}"#, "not of a snapshot"),
             (r#"{"path":"/a","bitmaps":["b","c","b"]}"#, "'b' is named twice"),
             (r#"{"path":"/a","on-full":"hold","hold-seconds":0}"#, "holds nothing"),

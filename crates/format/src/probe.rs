@@ -1,7 +1,8 @@
 //! Probing: the image format that the first or last bytes of a file indicate.
 //!
-//! A guest can write any bytes to the start of its raw disk, so the result never selects a format.
-//! It serves to refuse a file of another format that would be treated as raw by mistake, and to
+//! A guest can write any bytes to the start of its raw disk, so the result selects a format only
+//! where neither the caller nor a name gives one; names in that image are not followed then. Else
+//! it serves to refuse a file of another format that would be treated as raw by mistake, and to
 //! name that format in the error.
 
 use std::path::Path;

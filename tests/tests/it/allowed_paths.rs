@@ -232,6 +232,9 @@ fn the_environment_allows_what_the_option_does() {
         map(allowed, &[]).success();
         map(allowed, &["--allow-path", str(&own)]).success();
         map(allowed, &["--no-references"]).failure("no name in it is followed");
+        map(allowed, &["--no-references", "--allow-path", str(&other)]).success();
+        map(allowed, &["--no-references", "--allow-path", str(&own)])
+            .failure("none of the allowed");
     }
     for allowed in ["", "/gone", str(&own)] {
         map(allowed, &[]).failure(REASON);

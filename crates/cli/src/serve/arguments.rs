@@ -20,6 +20,7 @@ use blockhouse_config::switch::on_or_off;
 use blockhouse_config::user_options::{GroupName, UserName};
 use blockhouse_disk::{
     BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, format_by_name,
+    probe_nameless,
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice};
 use blockhouse_nbd::uri::{Address, NbdUri};
@@ -412,8 +413,13 @@ impl Arguments {
             *image = named.path;
             self.format = named.format;
             self.part = named.part;
+            if called_as::is_qemu_nbd() && self.format.is_none() {
+                let found = probe_nameless(image, self.part, true);
+                self.format = found.unwrap_or_else(|why| refuse(&why.to_string()));
+                self.format.is_some().then(|| self.references.follow_only_allowed());
+            }
             if let Some(offset) = self.habits.offset {
-                let format = named.format.unwrap_or_else(|| format_by_name(image));
+                let format = self.format.unwrap_or_else(|| format_by_name(image));
                 if format != ImageFormat::Raw {
                     refuse("-o is of raw images: serve the whole disk");
                 }

@@ -87,8 +87,9 @@ pub(crate) fn image_options(
         locking: if disk.is_inactive { Locking::Inactive } else { Locking::Held },
         // Another program changes the image of an inactive disk, and has a state of its own.
         state: if disk.is_inactive { StateUse::Off } else { state.clone() },
+        probes_remote: false,
         allowed_paths: if disk.no_references {
-            AllowedPaths::refusing_all()
+            AllowedPaths::only(&disk.allow_paths)?
         } else {
             AllowedPaths::new(&disk.allow_paths)?
         },

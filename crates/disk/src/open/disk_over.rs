@@ -1,5 +1,6 @@
 //! Opens and locks the image over one file, and restores the state that an earlier process left.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::time::Duration;
 
@@ -11,13 +12,32 @@ use super::image_disk::StoredImage;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::{Locked, lock};
 use super::partial_block::has_small_clusters;
-use super::probe_check::{check_not_probed, format_by_name};
+use super::probe_check::{check_not_probed, format_by_name, probe_supported};
 use super::restore::Restore;
 use crate::image::{EarlierWrites, Image};
 use crate::options::Access;
 
 /// Maximum time for a server to reply to a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
+
+/// The options with the format that a disk on another server seems to have, if they request that.
+///
+/// # Errors
+/// Errors of the server.
+pub(super) async fn with_probed<'a>(
+    storage: &ImageStorage,
+    options: Cow<'a, ImageOptions>,
+) -> Result<Cow<'a, ImageOptions>> {
+    let is_remote = matches!(storage, ImageStorage::Nbd(_) | ImageStorage::Rbd(_));
+    if !is_remote || options.format.is_some() || !options.probes_remote {
+        return Ok(options);
+    }
+    storage.set_answer_time(Some(OPEN_TIME));
+    let Some(format) = probe_supported(storage).await? else { return Ok(options) };
+    let options = options.into_owned();
+    let allowed_paths = options.allowed_paths.and_nothing_else();
+    Ok(Cow::Owned(ImageOptions { format: Some(format), allowed_paths, ..options }))
+}
 
 /// Opens the image over a file. The returned [`Restore`] completes the opening; the caller uses it
 /// once the image has its data file and its backing file.

@@ -134,6 +134,9 @@ impl StateUse {
 pub struct ImageOptions {
     /// The format; `None` chooses it by the name.
     pub format: Option<ImageFormat>,
+    /// Whether the format of a disk on another server, whose name tells none, is probed. If one is
+    /// found, the image may name only the allowed paths.
+    pub probes_remote: bool,
     /// Whether it may be changed.
     pub access: Access,
     /// How the host's page cache is used.
@@ -286,6 +289,7 @@ impl Default for ImageOptions {
     fn default() -> Self {
         Self {
             format: None,
+            probes_remote: false,
             access: Access::ReadWrite,
             cache: CacheMode::None,
             discard: Discard::Unmap,

@@ -17,7 +17,7 @@ use futures_util::future::LocalBoxFuture;
 
 use super::allowed_paths::NameUse;
 use super::chain::{BACKING_FILE, Chain, Named, warn_of_disguise};
-use super::disk_over::disk_over;
+use super::disk_over::{disk_over, with_probed};
 use super::handed_over::{Files, HandedFile, HandedOverDisk, SharedLayer};
 use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::{BackingUse, ImageOptions, Locking, Purpose, StateUse};
@@ -84,12 +84,13 @@ impl HandedOverDisk {
 
 async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Result<StoredImage> {
     let (path, snapshot) = at_snapshot(path, options)?;
-    let route = match options.purpose {
+    let mut route = match options.purpose {
         Purpose::Chain => Route::itself(&path, options),
         _ => route(&files, &path, options).await?,
     };
-    let options = &*route.options;
     let (storage, identity) = route.open(&mut files).await?;
+    route.options = with_probed(&storage, route.options).await?;
+    let options = &*route.options;
     // The process that hands an image over has checked this already.
     let is_anew = matches!(files, Files::Host);
     let is_changed = options.purpose == Purpose::Disk && options.access == Access::ReadWrite;
@@ -212,6 +213,7 @@ async fn end_resize(image: &StoredImage, restore: &Restore) -> Result<()> {
 async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage> {
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
+    let options = with_probed(&storage, Cow::Owned(options)).await?;
     let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     // If names in the image are not followed, the image is still opened, so that they can be shown.
     let image = if image.extent_files().is_empty() || options.allowed_paths.is_none() {

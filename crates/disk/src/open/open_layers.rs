@@ -53,7 +53,7 @@ impl Terms {
     fn of(options: &ImageOptions) -> Option<Self> {
         let is_shared = options.purpose == Purpose::Disk
             && options.locking == Locking::Held
-            && !options.allowed_paths.is_none();
+            && !options.allowed_paths.are_only();
         is_shared.then(|| Self {
             access: options.access,
             cache: options.cache,

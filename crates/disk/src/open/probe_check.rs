@@ -1,7 +1,9 @@
 //! Refuses files whose content contradicts the format that they are opened as.
 
 use std::ffi::OsStr;
+use std::fs::FileType;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
@@ -53,8 +55,8 @@ fn advice_for(name: &str, path: &str) -> String {
         Ok(_) => format!("if it was made as a {name} image, say --format {name}"),
         Err(_) => format!(
             "the format {name} is not supported: if the image was made as one and is from a source \
-             that you trust, 'qemu-img convert -f {name} -O qcow2 {path} NEW.qcow2' makes a qcow2 image \
-             of it"
+             that you trust, QEMU's own 'qemu-img convert -f {name} -O qcow2 {path} NEW.qcow2' makes \
+             a qcow2 image of it"
         ),
     };
     format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
@@ -75,12 +77,11 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
     }
 }
 
-/// Probes the format of an image that is only read. The image is a regular file without a suffix or
-/// with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file. With
-/// `by_content` it may also have any other suffix except `.raw` and those of other formats, because
-/// distributions name their qcow2 images `.img`. Returns `None` if the content has no supported
-/// format, for other names, and for devices and disks of servers, which hold a guest's bytes. Needs
-/// no event loop.
+/// Probes the format of an image whose name does not tell it. The image is a regular file without a
+/// suffix or with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file. With
+/// `by_content` it may also be a block device, or have any other suffix except `.raw` and those of
+/// other formats, because distributions name their qcow2 images `.img`. Returns `None` if the
+/// content has no supported format, for other names, and for disks of servers. Needs no event loop.
 ///
 /// # Errors
 /// The host's.
@@ -93,7 +94,7 @@ pub fn probe_nameless(
         is_of_no_format(suffix) || by_content && !suffix.eq_ignore_ascii_case("raw")
     });
     let is_named = part.is_none() && (!says_nothing || format_by_name(path) != ImageFormat::Raw);
-    if is_named || !is_file(path) {
+    if is_named || !is_file(path) && !(by_content && is_device(path)) {
         Ok(None)
     } else {
         look_of(path, part.map_or(0, |part| part.offset))
@@ -119,8 +120,26 @@ fn format_before_suffix(path: &Path) -> Option<ImageFormat> {
 }
 
 fn is_file(path: &Path) -> bool {
-    matches!(Location::of(path), Ok(Location::File(_)))
-        && std::fs::metadata(path).is_ok_and(|found| found.is_file())
+    kind_of(path).is_some_and(|kind| kind.is_file())
+}
+
+fn is_device(path: &Path) -> bool {
+    kind_of(path).is_some_and(|kind| kind.is_block_device())
+}
+
+fn kind_of(path: &Path) -> Option<FileType> {
+    match Location::of(path) {
+        Ok(Location::File(_)) => Some(std::fs::metadata(path).ok()?.file_type()),
+        _ => None,
+    }
+}
+
+/// Probes the format of a disk on a server.
+///
+/// # Errors
+/// Errors of the server.
+pub(super) async fn probe_supported(storage: &impl Storage) -> Result<Option<ImageFormat>> {
+    Ok(probe::probe(storage).await?.and_then(|name| name.parse().ok()))
 }
 
 /// Probes the format of the bytes of a file from `offset` on.

@@ -35,8 +35,8 @@ pub struct AllowedPaths {
     roots: Arc<[Root]>,
     /// The allowed images on other servers, each with the local files and the user in its name.
     remote: Arc<[Location]>,
-    /// The hint in the error; `Some` if no name is followed at all.
-    refuses_all: Option<&'static str>,
+    /// Whether an image may name nothing else: not even files below its own folder.
+    are_only: bool,
 }
 
 /// A path that the user allows.
@@ -124,6 +124,8 @@ enum Refusal {
     NotRegular(&'static str),
     /// The file would be written to, but was not made as the data file of the image.
     NotItsOwn,
+    /// The path of the file is not allowed, and no other file may be named.
+    NotAllowed,
     /// The host refuses.
     Host(Errno),
 }
@@ -147,17 +149,22 @@ impl AllowedPaths {
         let roots = paths.iter().map(|path| Root::open(path.as_ref())).collect::<Result<_>>()?;
         let remote =
             remote.iter().map(|name| Location::of(name.as_ref())).collect::<Result<_>>()?;
-        Ok(Self { roots, remote, refuses_all: None })
+        Ok(Self { roots, remote, are_only: false })
     }
 
-    /// No file or server that an image names is opened, as the user has requested.
-    pub fn refusing_all() -> Self {
-        Self::none("leave --no-references out, if you know who made the image")
+    /// As [`new`](Self::new), and images may name nothing else: not even files below their own
+    /// folders, and nothing at all if `paths` is empty. For images whose content is untrusted.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn only<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
+        Ok(Self::new(paths)?.and_nothing_else())
     }
 
-    /// No file or server that an image names is opened; `hint` is the advice in the error.
-    pub fn none(hint: &'static str) -> Self {
-        Self { refuses_all: Some(hint), ..Self::default() }
+    /// As [`only`](Self::only), for the same paths.
+    #[must_use]
+    pub(super) fn and_nothing_else(self) -> Self {
+        Self { are_only: true, ..self }
     }
 
     /// The files and folders of this host that are allowed.
@@ -167,16 +174,24 @@ impl AllowedPaths {
 
     /// Whether no name is followed at all.
     pub fn is_none(&self) -> bool {
-        self.refuses_all.is_some()
+        self.are_only && self.roots.is_empty() && self.remote.is_empty()
+    }
+
+    /// Whether images may name nothing but these paths.
+    pub(super) fn are_only(&self) -> bool {
+        self.are_only
     }
 
     /// Refuses every name if no name is followed.
     fn check_any(&self, name: &[u8], role: &str, image: &str) -> Result<(), FindError> {
-        let Some(hint) = self.refuses_all else { return Ok(()) };
+        if !self.is_none() {
+            return Ok(());
+        }
         let name = String::from_utf8_lossy(name);
-        let what = format!("names '{name}' as its {role}, and no name in it is followed");
-        let error = Error::new(ErrorKind::InvalidInput, what).on(image);
-        Err(FindError::Refused(error.hint(hint)))
+        Err(not_allowed(
+            image,
+            format!("names '{name}' as its {role}, and no name in it is followed"),
+        ))
     }
 
     /// Whether an image at this path may name this file for reading without any allowed path. Also
@@ -236,6 +251,10 @@ impl AllowedPaths {
                 ),
                 "--allow-path FILE; reading it needs no option",
             ),
+            Refusal::NotAllowed => not_allowed(
+                image,
+                format!("names '{named}' as its {role}, which is below none of the allowed paths"),
+            ),
             Refusal::NotRegular(kind) => refused(
                 image,
                 format!("names '{named}' as its {role}, which is {kind} and no regular file"),
@@ -262,6 +281,11 @@ impl AllowedPaths {
         if self.remote.contains(&location) {
             return Ok(());
         }
+        if self.are_only {
+            let name = name.display();
+            let what = format!("names '{name}' as its {role}, which is none of the allowed images");
+            return Err(not_allowed(image, what));
+        }
         if let Location::Rbd(rbd) = &location
             && (rbd.configuration().is_some() || rbd.user().is_some())
         {
@@ -286,7 +310,13 @@ impl AllowedPaths {
     }
 
     fn look_up(&self, folder: &Folder, name: &Path, used: NameUse<'_>) -> Result<Found, Refusal> {
-        let (descriptor, place) = self.locate(folder, name, used)?;
+        let (descriptor, place) = match self.locate(folder, name, used) {
+            Err(Refusal::Outside) if self.are_only => return Err(Refusal::NotAllowed),
+            located => located?,
+        };
+        if self.are_only && place != Place::Allowed {
+            return Err(Refusal::NotAllowed);
+        }
         match FileType::from_raw_mode(fstat(&descriptor)?.st_mode) {
             _ if place == Place::Hidden => return Err(Refusal::Hidden),
             FileType::RegularFile => {}
@@ -342,7 +372,7 @@ impl AllowedPaths {
         }
         match self.allowed(found.as_fd())? {
             Some(found) => Ok((found, Place::Allowed)),
-            None if used.is_chosen(name) => Ok((found, Place::Allowed)),
+            None if !self.are_only && used.is_chosen(name) => Ok((found, Place::Allowed)),
             None => Err(Refusal::Outside),
         }
     }
@@ -488,6 +518,14 @@ fn describe(kind: FileType) -> &'static str {
         FileType::Socket => "a socket",
         _ => "of an unknown kind",
     }
+}
+
+/// The error for an image that may name only what is allowed.
+fn not_allowed(image: &str, what: String) -> FindError {
+    FindError::Refused(Error::new(ErrorKind::InvalidInput, what).on(image).hint(
+        "if you know who made the image, name its format (-f) and leave --no-references out, or allow the file \
+         (--allow-path FILE, or BLOCKHOUSE_ALLOW_PATH=FILE in the environment)",
+    ))
 }
 
 fn refused(image: &str, what: String, option: &str) -> FindError {

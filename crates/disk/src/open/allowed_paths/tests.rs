@@ -99,6 +99,23 @@ fn look_up(allowed: &AllowedPaths, image: &Path, name: &Path) -> Result<String, 
 }
 
 #[test]
+fn an_untrusted_image_may_name_only_what_is_allowed() {
+    let top = tree();
+    let (image, other) = (top.path().join("own/image"), top.path().join("other"));
+    let only = AllowedPaths::only(&[&other]).unwrap();
+    for name in ["../other/base", "out", "away"] {
+        assert_eq!(look_up(&only, &image, Path::new(name)).unwrap(), "other/base", "{name}");
+    }
+    for name in ["base", "below/base", "link", "absolute"] {
+        let refused = look_up(&only, &image, Path::new(name));
+        assert!(matches!(refused, Err(Refusal::NotAllowed)), "{name}: {refused:?}");
+    }
+    let server = only.check_remote(Path::new("nbd://host/a"), "backing file", "image");
+    assert!(matches!(server, Err(FindError::Refused(_))), "{server:?}");
+    assert!(!only.is_none() && AllowedPaths::only::<&Path>(&[]).unwrap().is_none());
+}
+
+#[test]
 fn files_below_the_folder_of_the_image_may_be_named() {
     let top = tree();
     let image = top.path().join("own/image");
