@@ -285,7 +285,7 @@ async fn run_action(action: Action) -> Result<()> {
                 Some(file) => {
                     // The bitmap is copied, so it must be complete: a backup made with a bitmap
                     // that lacks changes would lack them too.
-                    let options = image.access.open.read_only(source_format)?;
+                    let options = image.access.open.read_image(&file, source_format, None)?;
                     let other = open(&file, options).await?;
                     disk.bitmaps().merge(&name, &other, &source).await?;
                     other.close().await?;

@@ -198,25 +198,54 @@ const NBD_WITH_VALUES: [&str; 37] = [
     "--connect",
 ];
 
-/// The words of qemu-nbd, with two changes. `-v`, which keeps qemu-nbd in the foreground, is
-/// removed, because `serve` stays in the foreground by default, and with `-c` always leaves it.
+/// The long options of qemu-nbd that have no value.
+const NBD_FLAGS: [&str; 12] = [
+    "--allocation-depth",
+    "--disconnect",
+    "--fork",
+    "--help",
+    "--image-opts",
+    "--list",
+    "--nocache",
+    "--persistent",
+    "--read-only",
+    "--snapshot",
+    "--verbose",
+    "--version",
+];
+
+/// The long option of qemu-nbd that this word abbreviates, with its value; `None` for other words.
+/// No other option may begin alike, as in getopt_long(3).
+fn whole_nbd_option(word: &OsStr) -> Option<String> {
+    let word = word.to_str().filter(|word| word.len() > 2)?;
+    let (name, value) = word.find('=').map_or((word, ""), |index| word.split_at(index));
+    let known = || NBD_WITH_VALUES.iter().chain(&NBD_FLAGS);
+    let mut begun = known().filter(|option| option.starts_with(name));
+    let found = begun.next().filter(|_| !known().any(|option| *option == name))?;
+    begun.next().is_none().then(|| format!("{found}{value}"))
+}
+
+/// The words of qemu-nbd, with whole options and two changes. `-v`, which keeps qemu-nbd in the
+/// foreground, is removed, because `serve` stays there by default, and with `-c` always leaves it.
 /// `--snapshot` becomes `-s`, because the option `--snapshot` of `serve` has a value. Values of
 /// other options and the words after `--` are not changed.
 fn words_of_nbd(words: &[OsString]) -> Vec<OsString> {
     let ours = nbd_words(words).filter_map(|(word, is_value)| match word.to_str() {
         Some("-v" | "--verbose") if !is_value => None,
         Some("--snapshot") if !is_value => Some("-s".into()),
-        _ => Some(word.clone()),
+        _ => Some(word),
     });
     ours.collect()
 }
 
-/// The words of a qemu-nbd command line. `true` for the value of an option, and for all words after
-/// `--`, which are no options.
-fn nbd_words(words: &[OsString]) -> impl Iterator<Item = (&OsString, bool)> {
+/// The words of a qemu-nbd command line, with whole options. `true` for the value of an option, and
+/// for all words after `--`, which are no options.
+fn nbd_words(words: &[OsString]) -> impl Iterator<Item = (OsString, bool)> {
     let (mut is_value, mut has_ended) = (false, false);
     words.iter().map(move |word| {
         let is_kept = is_value || has_ended;
+        let whole = whole_nbd_option(word).filter(|_| !is_kept);
+        let word = whole.map_or_else(|| word.clone(), OsString::from);
         is_value = !is_kept && NBD_WITH_VALUES.iter().any(|option| word == *option);
         has_ended |= !is_kept && word == "--";
         (word, is_kept)
@@ -240,7 +269,7 @@ fn is_version(word: &OsStr) -> bool {
 
 /// Whether an option of a qemu-nbd command line asks for the version.
 fn nbd_asks_version(words: &[OsString]) -> bool {
-    nbd_words(words).any(|(word, is_value)| !is_value && is_version(word))
+    nbd_words(words).any(|(word, is_value)| !is_value && is_version(&word))
 }
 
 #[cfg(test)]
@@ -270,12 +299,17 @@ mod tests {
             ("nbd -x -v -t -D --verbose x", "nbd -x -v -t -D --verbose x"),
             ("nbd -t --snapshot x", "nbd -t -s x"),
             ("nbd -v -- -v", "nbd -- -v"),
+            ("nbd --share 2 --snap --verb --desc -v x", "nbd --shared 2 -s --description -v x"),
+            (
+                "nbd --pers --off=1M --tls x --s -- --f",
+                "nbd --persistent --offset=1M --tls x --s -- --f",
+            ),
         ] {
             assert_eq!(ours(line), expected);
         }
         let asks =
             |line: &str| nbd_asks_version(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(asks("nbd --version") && asks("nbd --pid-file=x -e 2 -V"));
+        assert!(asks("nbd --version") && asks("nbd --vers") && asks("nbd --pid-file=x -e 2 -V"));
         assert!(!asks("nbd -D --version x") && !asks("nbd -- --version"));
         let line = ["img", "-T", "bench", "bench", "x"];
         assert_eq!(index_of_command(&line), Some(3));

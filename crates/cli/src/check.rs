@@ -169,7 +169,12 @@ async fn repair_image(
         ImageFormat::Raw | ImageFormat::Luks => {
             if said.is_none() && format == ImageFormat::Raw {
                 // The open refuses an image that looks like another format than its name says.
-                open(image, options).await?.close().await?;
+                let disk = open(image, options).await?;
+                disk.close().await?;
+                let found = disk.image().format_name();
+                if found != format.as_str() {
+                    bail!("{}: name its format to repair it: -f {found}", image.display());
+                }
             }
             return Ok(Outcome::NotCheckable(format.as_str()));
         }

@@ -63,6 +63,13 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let Named { path: image, format, backing, .. } =
         arguments.image_opts.resolve_to_commit(&arguments.image, arguments.format)?;
     let options = arguments.target_cache.apply(arguments.open.read_write(&image, format)?);
+    if format.is_none() && options.format.is_some() {
+        bail!(
+            "{}: its format was found in the file, which its guest may have written, and commit writes to the file that it \
+             names; name its format (-f), if you know who made it",
+            image.display()
+        );
+    }
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let is_base = |behind: &Path| {

@@ -483,13 +483,12 @@ pub fn make_overlay(
     overlay: &Path,
     base: &Path,
     format: ImageFormat,
-    allowed: &[PathBuf],
+    allowed: AllowedPaths,
 ) -> Result<()> {
     let name = base.as_os_str().as_encoded_bytes().to_vec();
     let backing = Backing { name, format: Some(format.as_str().to_owned()) };
-    let allowed = AllowedPaths::new(allowed)?;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let size = open_backing(overlay, &backing, allowed.clone()).await?.size();
+        let size = open_backing(overlay, &backing, allowed).await?.size();
         let mut options = qcow2::CreateOptions::new(size);
         options.backing = Some(backing);
         make_qcow2(overlay, &options, NewFile::default(), &ToolProgress::default()).await

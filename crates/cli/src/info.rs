@@ -90,7 +90,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     // The image is opened with direct I/O, as a server opens it.
     let options = ImageOptions {
         cache: CacheMode::None,
-        locking: look_locking(options.locking == Locking::None),
+        locking: look_locking(&image, options.locking == Locking::None),
         // A missing file is reported as a fact, not as a warning.
         state: StateUse::Off,
         ..options
@@ -160,7 +160,7 @@ fn facts_of(
     options: ImageOptions,
     state: Option<&StateDir>,
 ) -> Result<Facts> {
-    let follows = !options.allowed_paths.is_none();
+    let follows = !options.allowed_paths.are_only();
     let part = options.part;
     let disk = event_loop.block_on(open_as_served(&image, options))?;
     let is_file = disk.image().file().is_some() || part.is_some();

@@ -191,11 +191,9 @@ fn command() -> clap::Command {
     command.mut_subcommand("serve", |serve| serve.mut_args(|option| option.hide(false)))
 }
 
-/// Under the name of a QEMU tool, the last one of repeated options counts, and the names of options
-/// can be abbreviated, as in that tool.
+/// Under the name of a QEMU tool, the last one of repeated options counts, as in that tool.
 fn with_habits(command: clap::Command) -> clap::Command {
-    let is_tool = called_as::tool().is_some();
-    command.args_override_self(is_tool).infer_long_args(is_tool)
+    command.args_override_self(called_as::tool().is_some())
 }
 
 fn parse() -> Result<Arguments, clap::Error> {

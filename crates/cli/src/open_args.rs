@@ -11,6 +11,7 @@ use blockhouse_disk::{
     RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
 };
 use blockhouse_format::qcow2::NewEncryption;
+use blockhouse_storage::Location;
 
 use crate::create_options::ChosenEncryption;
 use crate::secret_object::{self, Object, SecretObject};
@@ -81,8 +82,29 @@ pub struct ReferenceArgs {
 impl ReferenceArgs {
     /// From now on images may name only the allowed paths, as their formats were probed.
     pub fn follow_only_allowed(&mut self) {
-        self.allow.allow_path = self.paths();
+        self.allow.allow_path = self.paths_of_probed();
         self.no_references = true;
+    }
+
+    /// The files that images may name.
+    ///
+    /// # Errors
+    /// A path of an option is missing; the error names it.
+    pub fn allowed_paths(&self) -> blockhouse_core::Result<AllowedPaths> {
+        if self.no_references {
+            AllowedPaths::only(&self.paths())
+        } else {
+            AllowedPaths::new(&self.paths())
+        }
+    }
+
+    /// The only paths that an image may name whose format was probed. Those of the environment
+    /// count under the name of a QEMU tool, whose callers may be unable to name a format.
+    fn paths_of_probed(&self) -> Vec<PathBuf> {
+        match called_as::tool() {
+            Some(_) => self.paths(),
+            None => self.allow.allow_path.clone(),
+        }
     }
 
     /// The paths that images may name: of the options, and without --no-references also of the
@@ -103,10 +125,11 @@ pub fn of_metadata(options: ImageOptions) -> ImageOptions {
 }
 
 /// How an image is locked that is only looked at: not at all, because it may be in use. Under the
-/// name qemu-img it is locked unless the caller shares it, because callers learn from the failure
-/// that the image is in use.
-pub fn look_locking(is_shared: bool) -> Locking {
-    if called_as::is_qemu_img() && !is_shared { Locking::Held } else { Locking::None }
+/// name qemu-img a file is locked unless the caller shares it, because callers learn from the
+/// failure that the image is in use.
+pub fn look_locking(path: &Path, is_shared: bool) -> Locking {
+    let is_file = matches!(Location::of(path), Ok(Location::File(_)));
+    if called_as::is_qemu_img() && is_file && !is_shared { Locking::Held } else { Locking::None }
 }
 
 /// The keys of encrypted images.
@@ -240,7 +263,7 @@ impl OpenArgs {
         let by_content = called_as::tool().is_some();
         let found = if format.is_none() { probe_nameless(path, part, by_content)? } else { None };
         let options = self.read_only(format.or(found))?;
-        let options = ImageOptions { part, probes_remote: by_content, ..options };
+        let options = ImageOptions { part, probes_exports: by_content, ..options };
         let Some(found) = found else { return Ok(options) };
         if !output::is_quiet() && called_as::tool().is_none() {
             output::tell(&format!(
@@ -249,7 +272,7 @@ impl OpenArgs {
                 found.as_str()
             ));
         }
-        let allowed_paths = AllowedPaths::only(&self.references.paths())?;
+        let allowed_paths = AllowedPaths::only(&self.references.paths_of_probed())?;
         Ok(ImageOptions { allowed_paths, ..options })
     }
 
@@ -259,11 +282,7 @@ impl OpenArgs {
     /// # Errors
     /// A directory that was named cannot be used.
     pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
-        let allowed_paths = if self.references.no_references {
-            AllowedPaths::only(&self.references.paths())?
-        } else {
-            self.allowed_paths(None)?
-        };
+        let allowed_paths = self.references.allowed_paths()?;
         let remote_backing = self.references.allow.remote_backing();
         let secrets = self.secrets()?;
         let options = read_only(format, self.state_use()?);

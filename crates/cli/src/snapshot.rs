@@ -307,7 +307,7 @@ async fn open(image: &Image, access: Access) -> Result<ImageDisk> {
         Access::ReadWrite => reach.open.read_write(&named.path, named.format)?,
     };
     let locking = match access {
-        Access::ReadOnly => look_locking(reach.force_share || named.is_shared),
+        Access::ReadOnly => look_locking(&named.path, reach.force_share || named.is_shared),
         Access::ReadWrite => Locking::Held,
     };
     let options = ImageOptions { locking, ..options };

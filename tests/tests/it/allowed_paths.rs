@@ -241,6 +241,73 @@ fn the_environment_allows_what_the_option_does() {
     }
 }
 
+/// A guest wrote the header of its raw disk, and a caller of QEMU's tools names no format.
+#[test]
+fn a_guest_names_no_file_that_is_written_to_or_read_elsewhere() {
+    require!(need::tools(&["qemu-img", "qemu-nbd"]));
+    let scratch = Scratch::new();
+    let at = |name: &str| scratch.path(name);
+    let folder = at("victim").parent().unwrap().to_owned();
+    for name in ["qemu-img", "qemu-nbd"] {
+        symlink(std::path::absolute(blockhouse()).unwrap(), at(name)).unwrap();
+    }
+    let victim = vec![b'v'; 1 << 20];
+    let make = |image: &str, options: &str| {
+        fs::write(at("victim"), &victim).unwrap();
+        let words = ["create", "-q", "-f", "qcow2", "-o", options, image, "1M"];
+        let made = run_in(&scratch, &words);
+        assert!(made.status.success(), "{}", made.describe("makes the image"));
+        fs::write(at("victim"), &victim).unwrap();
+    };
+    make("over", "backing_file=victim,backing_fmt=raw");
+    make("data", "data_file=victim,data_file_raw=on");
+    let call = |allowed: Option<&Path>, words: &[&str]| {
+        let mut command = Command::new(folder.join(words[0]));
+        command.args(&words[1..]).current_dir(&folder).env_remove("BLOCKHOUSE_ALLOW_PATH");
+        blockhouse_tests::run(match allowed {
+            Some(allowed) => command.env("BLOCKHOUSE_ALLOW_PATH", allowed),
+            None => &mut command,
+        })
+    };
+    let socket = scratch.socket("s");
+    for words in [
+        &["qemu-img", "convert", "-O", "raw", "over", "copy"][..],
+        &["qemu-img", "convert", "-O", "raw", "data", "copy"],
+        &["qemu-img", "resize", "over", "2M"],
+        &["qemu-nbd", "-r", "-k", str(&socket), "over"],
+        &["qemu-nbd", "-s", "-k", str(&socket), "over"],
+        &["qemu-nbd", "-s", "-k", str(&socket), "data"],
+    ] {
+        call(None, words).failure("names 'victim' as its");
+    }
+    // What is allowed is read; nothing that the image names is written to.
+    call(Some(&folder), &["qemu-img", "convert", "-O", "raw", "over", "copy"]).success();
+    assert_eq!(fs::read(at("copy")).unwrap(), victim);
+    call(Some(&folder), &["qemu-img", "commit", "over"])
+        .failure("its format was found in the file");
+    for words in [
+        &["qemu-img", "resize", "data", "2M"][..],
+        &["qemu-img", "bench", "-w", "-c", "1", "data"],
+        &["qemu-nbd", "-k", str(&socket), "data"],
+    ] {
+        call(Some(&folder), words).failure("nothing but its name says");
+    }
+    assert_eq!(fs::read(at("victim")).unwrap(), victim);
+    // Under its own name this program takes no allowed path from the environment for such images.
+    let mut own = Command::new(blockhouse());
+    own.env("BLOCKHOUSE_ALLOW_PATH", &folder).args(["convert", "-O", "raw", "--force"]);
+    let own = blockhouse_tests::run(own.arg(at("over")).arg(at("copy")));
+    own.failure("no name in it is followed");
+    // Evidence that a disk is raw counts.
+    fs::copy(at("over"), at("disk.raw.1")).unwrap();
+    for name in ["disk.raw.1", "disk"] {
+        fs::copy(at("over"), at(name)).unwrap();
+        fs::write(at(&format!("{name}.bitmaps")), "").unwrap();
+        call(None, &["qemu-img", "resize", name, "2M"]).failure("");
+        assert_eq!(fs::metadata(at(name)).unwrap().len(), fs::metadata(at("over")).unwrap().len());
+    }
+}
+
 #[test]
 fn whoever_makes_an_image_that_needs_the_option_is_told() {
     let host = Host::new();

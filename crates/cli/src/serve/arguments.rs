@@ -491,7 +491,7 @@ impl Arguments {
         let format = self.format.unwrap_or_else(|| format_by_name(&base));
         let file = format!("blockhouse-{}.qcow2", std::process::id());
         let overlay = std::env::temp_dir().join(file);
-        make_overlay(&overlay, &base, format, &self.references.allow.paths())?;
+        make_overlay(&overlay, &base, format, self.references.allowed_paths()?)?;
         let file = File::options().read(true).write(true).open(&overlay);
         let removed = std::fs::remove_file(&overlay).and(file);
         let file = removed.with_context(|| format!("{}: cannot be used", overlay.display()))?;

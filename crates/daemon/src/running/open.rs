@@ -87,7 +87,7 @@ pub(crate) fn image_options(
         locking: if disk.is_inactive { Locking::Inactive } else { Locking::Held },
         // Another program changes the image of an inactive disk, and has a state of its own.
         state: if disk.is_inactive { StateUse::Off } else { state.clone() },
-        probes_remote: false,
+        probes_exports: false,
         allowed_paths: if disk.no_references {
             AllowedPaths::only(&disk.allow_paths)?
         } else {

@@ -20,7 +20,7 @@ use crate::options::Access;
 /// Maximum time for a server to reply to a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 
-/// The options with the format that a disk on another server seems to have, if they request that.
+/// The options with the format that an export seems to have, if they request that.
 ///
 /// # Errors
 /// Errors of the server.
@@ -28,8 +28,10 @@ pub(super) async fn with_probed<'a>(
     storage: &ImageStorage,
     options: Cow<'a, ImageOptions>,
 ) -> Result<Cow<'a, ImageOptions>> {
-    let is_remote = matches!(storage, ImageStorage::Nbd(_) | ImageStorage::Rbd(_));
-    if !is_remote || options.format.is_some() || !options.probes_remote {
+    if !matches!(storage, ImageStorage::Nbd(_))
+        || options.format.is_some()
+        || !options.probes_exports
+    {
         return Ok(options);
     }
     storage.set_answer_time(Some(OPEN_TIME));

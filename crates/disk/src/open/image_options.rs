@@ -1,6 +1,6 @@
 //! How an image on the host is opened: format, access, cache mode, lock.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use blockhouse_core::Durability;
@@ -134,9 +134,9 @@ impl StateUse {
 pub struct ImageOptions {
     /// The format; `None` chooses it by the name.
     pub format: Option<ImageFormat>,
-    /// Whether the format of a disk on another server, whose name tells none, is probed. If one is
-    /// found, the image may name only the allowed paths.
-    pub probes_remote: bool,
+    /// Whether the format of an export, whose name tells none, is probed. If one is found, the
+    /// image may name only the allowed paths.
+    pub probes_exports: bool,
     /// Whether it may be changed.
     pub access: Access,
     /// How the host's page cache is used.
@@ -200,6 +200,16 @@ pub enum BackingUse {
     /// It is left out: unallocated ranges read as zeros, and block status distinguishes them from
     /// data.
     LeftOut,
+}
+
+/// The suffix of a side file's name.
+pub(super) const SIDE_FILE_SUFFIX: &str = ".bitmaps";
+
+/// The path of an image's side file if it is beside the image.
+pub(super) fn side_file_of(image: &Path) -> PathBuf {
+    let mut name = image.as_os_str().to_owned();
+    name.push(SIDE_FILE_SUFFIX);
+    name.into()
 }
 
 /// Location of the bitmaps of a raw image or volume, if they are not beside it. A raw image cannot
@@ -289,7 +299,7 @@ impl Default for ImageOptions {
     fn default() -> Self {
         Self {
             format: None,
-            probes_remote: false,
+            probes_exports: false,
             access: Access::ReadWrite,
             cache: CacheMode::None,
             discard: Discard::Unmap,

@@ -216,7 +216,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let options = with_probed(&storage, Cow::Owned(options)).await?;
     let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     // If names in the image are not followed, the image is still opened, so that they can be shown.
-    let image = if image.extent_files().is_empty() || options.allowed_paths.is_none() {
+    let image = if image.extent_files().is_empty() || options.allowed_paths.are_only() {
         image
     } else {
         let mut chain = Chain::from_image(path, identity, Files::Host)?;

@@ -12,7 +12,7 @@ use blockhouse_storage::Location;
 use futures_util::future::LocalBoxFuture;
 
 use super::handed_over::Files;
-use super::image_options::{CacheMode, FilePart, ImageOptions};
+use super::image_options::{CacheMode, FilePart, ImageOptions, side_file_of};
 use super::open_location::open_location;
 use crate::options::Access;
 
@@ -81,7 +81,8 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
 /// suffix or with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file. With
 /// `by_content` it may also be a block device, or have any other suffix except `.raw` and those of
 /// other formats, because distributions name their qcow2 images `.img`. Returns `None` if the
-/// content has no supported format, for other names, and for disks of servers. Needs no event loop.
+/// content has no supported format, for other names, for a raw image with bitmaps beside it, and
+/// for disks of servers. Needs no event loop.
 ///
 /// # Errors
 /// The host's.
@@ -90,10 +91,10 @@ pub fn probe_nameless(
     part: Option<FilePart>,
     by_content: bool,
 ) -> Result<Option<ImageFormat>> {
-    let says_nothing = path.extension().is_none_or(|suffix| {
-        is_of_no_format(suffix) || by_content && !suffix.eq_ignore_ascii_case("raw")
-    });
-    let is_named = part.is_none() && (!says_nothing || format_by_name(path) != ImageFormat::Raw);
+    let says_nothing = by_content || path.extension().is_none_or(is_of_no_format);
+    let is_known_raw = || has_raw_suffix(path) || is_file(&side_file_of(path));
+    let is_named = part.is_none()
+        && (!says_nothing || is_known_raw() || format_by_name(path) != ImageFormat::Raw);
     if is_named || !is_file(path) && !(by_content && is_device(path)) {
         Ok(None)
     } else {
@@ -119,6 +120,12 @@ fn format_before_suffix(path: &Path) -> Option<ImageFormat> {
     None
 }
 
+/// Whether one of the suffixes is `.raw` (`disk.raw.1`).
+fn has_raw_suffix(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+    name.split(|byte| *byte == b'.').skip(1).any(|suffix| suffix.eq_ignore_ascii_case(b"raw"))
+}
+
 fn is_file(path: &Path) -> bool {
     kind_of(path).is_some_and(|kind| kind.is_file())
 }
@@ -134,7 +141,7 @@ fn kind_of(path: &Path) -> Option<FileType> {
     }
 }
 
-/// Probes the format of a disk on a server.
+/// Probes the format of an export.
 ///
 /// # Errors
 /// Errors of the server.

@@ -45,7 +45,7 @@ use rustix::fs::{Mode, OFlags};
 
 use super::handed_over::Files;
 use super::image_disk::StoredImage;
-use super::image_options::{ImageOptions, Locking};
+use super::image_options::{ImageOptions, Locking, SIDE_FILE_SUFFIX, side_file_of};
 use super::lock::is_being_written;
 use super::open_location::{Identity, identity_of as file_identity, open_location};
 use super::probe_check::format_by_name;
@@ -59,16 +59,6 @@ use crate::state::StateDir;
 /// write. A write is stamped before it begins and after it has completed, and a server may be
 /// killed in between. Changes by another program within this time after a kill are not detected.
 const MAX_DELAY: Duration = Duration::from_millis(100);
-
-/// The suffix of a side file's name.
-const SUFFIX: &str = ".bitmaps";
-
-/// The path of an image's side file if it is beside the image.
-pub(super) fn side_file_of(image: &Path) -> PathBuf {
-    let mut name = image.as_os_str().to_owned();
-    name.push(SUFFIX);
-    name.into()
-}
 
 /// The path of the side file of an image that is opened with `options`.
 pub(super) fn place_of(image: &Path, options: &ImageOptions) -> PathBuf {
@@ -90,7 +80,7 @@ fn name_in_folder(image: &Path) -> PathBuf {
     let bytes = bytes.strip_prefix(b"/").unwrap_or(bytes);
     let mut name: Vec<u8> =
         bytes.iter().map(|&byte| if byte == b'/' { b'!' } else { byte }).collect();
-    name.extend_from_slice(SUFFIX.as_bytes());
+    name.extend_from_slice(SIDE_FILE_SUFFIX.as_bytes());
     OsStr::from_bytes(&name).into()
 }
 

@@ -107,7 +107,7 @@ mod tests {
     use blockhouse_format::{ImageFormat, NewBitmap};
 
     use super::*;
-    use crate::open::side_file::side_file_of;
+    use crate::open::image_options::side_file_of;
     use crate::open::{ImageOptions, create, make_side_file, open};
 
     /// The voucher is on disk before the first change, and removed at the session's end.

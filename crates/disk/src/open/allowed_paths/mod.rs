@@ -153,7 +153,8 @@ impl AllowedPaths {
     }
 
     /// As [`new`](Self::new), and images may name nothing else: not even files below their own
-    /// folders, and nothing at all if `paths` is empty. For images whose content is untrusted.
+    /// folders, and nothing at all if `paths` is empty. Of these files, only data files that were
+    /// made for their images are written to. For images whose content is untrusted.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -173,12 +174,12 @@ impl AllowedPaths {
     }
 
     /// Whether no name is followed at all.
-    pub fn is_none(&self) -> bool {
+    fn is_none(&self) -> bool {
         self.are_only && self.roots.is_empty() && self.remote.is_empty()
     }
 
     /// Whether images may name nothing but these paths.
-    pub(super) fn are_only(&self) -> bool {
+    pub fn are_only(&self) -> bool {
         self.are_only
     }
 
@@ -323,7 +324,8 @@ impl AllowedPaths {
             FileType::BlockDevice if place == Place::Allowed => {}
             other => return Err(Refusal::NotRegular(describe(other))),
         }
-        if let (NameUse::Written(image), Place::Own) = (used, place)
+        if let NameUse::Written(image) = used
+            && (place == Place::Own || self.are_only)
             && !image.owns(folder, name.as_os_str().as_bytes(), descriptor.as_fd())
         {
             return Err(Refusal::NotItsOwn);
@@ -523,8 +525,8 @@ fn describe(kind: FileType) -> &'static str {
 /// The error for an image that may name only what is allowed.
 fn not_allowed(image: &str, what: String) -> FindError {
     FindError::Refused(Error::new(ErrorKind::InvalidInput, what).on(image).hint(
-        "if you know who made the image, name its format (-f) and leave --no-references out, or allow the file \
-         (--allow-path FILE, or BLOCKHOUSE_ALLOW_PATH=FILE in the environment)",
+        "if you know who made the image, name its format where none was named, leave --no-references out where it was \
+         said, or allow the file: --allow-path FILE (callers of QEMU's tools: BLOCKHOUSE_ALLOW_PATH=FILE in the environment)",
     ))
 }
 
