@@ -280,7 +280,7 @@ fn a_guest_names_no_file_that_is_written_to_or_read_elsewhere() {
     ] {
         call(None, words).failure("names 'victim' as its");
     }
-    // What is allowed is read; nothing that the image names is written to.
+    // Allowed files are read; no file that the image names is written to.
     call(Some(&folder), &["qemu-img", "convert", "-O", "raw", "over", "copy"]).success();
     assert_eq!(fs::read(at("copy")).unwrap(), victim);
     call(Some(&folder), &["qemu-img", "commit", "over"])
