@@ -244,7 +244,7 @@ fn nbd_words(words: &[OsString]) -> impl Iterator<Item = (OsString, bool)> {
     let (mut is_value, mut has_ended) = (false, false);
     words.iter().map(move |word| {
         let is_kept = is_value || has_ended;
-        let whole = whole_nbd_option(word).filter(|_| !is_kept);
+        let whole = if is_kept { None } else { whole_nbd_option(word) };
         let word = whole.map_or_else(|| word.clone(), OsString::from);
         is_value = !is_kept && NBD_WITH_VALUES.iter().any(|option| word == *option);
         has_ended |= !is_kept && word == "--";

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_core::ErrorKind;
-use blockhouse_disk::{Access, ImageDisk, ImageFormat, ImageOptions, Locking, Purpose, fork_image};
+use blockhouse_disk::{Access, ImageDisk, ImageFormat, ImageOptions, Purpose, fork_image};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::Location;
 
@@ -296,24 +296,22 @@ async fn open_to_change(image: &Image) -> Result<ImageDisk> {
 
 async fn open(image: &Image, access: Access) -> Result<ImageDisk> {
     let Image { access: reach, image } = image;
-    let named = match access {
-        Access::ReadOnly => reach.image_opts.resolve(image, reach.format)?,
-        Access::ReadWrite => reach.image_opts.resolve_to_change(image, reach.format)?,
-    };
-    let options = match access {
+    let (path, options) = match access {
         Access::ReadOnly => {
-            of_metadata(reach.open.read_image(&named.path, named.format, named.part)?)
+            let named = reach.image_opts.resolve(image, reach.format)?;
+            let options = reach.open.read_image(&named.path, named.format, named.part)?;
+            let locking = look_locking(&named.path, reach.force_share || named.is_shared);
+            (named.path, ImageOptions { locking, ..of_metadata(options) })
         }
-        Access::ReadWrite => reach.open.read_write(&named.path, named.format)?,
+        Access::ReadWrite => {
+            let named = reach.image_opts.resolve_to_change(image, reach.format)?;
+            let options = reach.open.read_write(&named.path, named.format)?;
+            (named.path, options)
+        }
     };
-    let locking = match access {
-        Access::ReadOnly => look_locking(&named.path, reach.force_share || named.is_shared),
-        Access::ReadWrite => Locking::Held,
-    };
-    let options = ImageOptions { locking, ..options };
     // Only the image's tables are needed.
     let options = options.for_purpose(Purpose::Image);
-    let opened = blockhouse_disk::open(&named.path, options).await;
+    let opened = blockhouse_disk::open(&path, options).await;
     Ok(opened.map_err(with_hint)?)
 }
 

@@ -1,7 +1,7 @@
 //! Probing: the image format that the first or last bytes of a file indicate.
 //!
 //! A guest can write any bytes to the start of its raw disk, so the result selects a format only
-//! where neither the caller nor a name gives one; names in that image are not followed then. Else
+//! where neither the caller nor a name gives one; that image may name only allowed files. Otherwise
 //! it serves to refuse a file of another format that would be treated as raw by mistake, and to
 //! name that format in the error.
 

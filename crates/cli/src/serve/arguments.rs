@@ -416,7 +416,9 @@ impl Arguments {
             if called_as::is_qemu_nbd() && self.format.is_none() {
                 let found = probe_nameless(image, self.part, true);
                 self.format = found.unwrap_or_else(|why| refuse(&why.to_string()));
-                self.format.is_some().then(|| self.references.follow_only_allowed());
+                if self.format.is_some() {
+                    self.references.follow_only_allowed();
+                }
             }
             if let Some(offset) = self.habits.offset {
                 let format = self.format.unwrap_or_else(|| format_by_name(image));

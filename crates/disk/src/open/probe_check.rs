@@ -95,7 +95,8 @@ pub fn probe_nameless(
     let is_known_raw = || has_raw_suffix(path) || is_file(&side_file_of(path));
     let is_named = part.is_none()
         && (!says_nothing || is_known_raw() || format_by_name(path) != ImageFormat::Raw);
-    if is_named || !is_file(path) && !(by_content && is_device(path)) {
+    let can_be_probed = is_file(path) || by_content && is_device(path);
+    if is_named || !can_be_probed {
         Ok(None)
     } else {
         look_of(path, part.map_or(0, |part| part.offset))

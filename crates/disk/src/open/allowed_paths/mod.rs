@@ -4,11 +4,12 @@
 //! the folder of that image, or lies below a path that the user has allowed, or if the image's
 //! owner has chosen it as the image's data file. The file is written to only if the user has
 //! allowed its path or requested the change (a commit), or if it was made as the data file of this
-//! image (`data_files`). The file is found by an `O_PATH` descriptor, checked, and then opened
-//! through that descriptor, so the replacement of a name meanwhile has no effect. Reason: images
-//! may be untrusted, and a name in an image can refer to any file of the host that this process may
-//! open (CVE-2024-32498 of OpenStack). A path that the user gives on a command line is not
-//! restricted.
+//! image (`data_files`). An image whose content is untrusted may name only what lies below an
+//! allowed path, and of that only its own data file is written to. The file is found by an `O_PATH`
+//! descriptor, checked, and then opened through that descriptor, so the replacement of a name
+//! meanwhile has no effect. Reason: images may be untrusted, and a name in an image can refer to
+//! any file of the host that this process may open (CVE-2024-32498 of OpenStack). A path that the
+//! user gives on a command line is not restricted.
 
 mod beneath;
 mod data_files;
@@ -311,13 +312,13 @@ impl AllowedPaths {
     }
 
     fn look_up(&self, folder: &Folder, name: &Path, used: NameUse<'_>) -> Result<Found, Refusal> {
-        let (descriptor, place) = match self.locate(folder, name, used) {
-            Err(Refusal::Outside) if self.are_only => return Err(Refusal::NotAllowed),
-            located => located?,
-        };
-        if self.are_only && place != Place::Allowed {
+        let located = self.locate(folder, name, used);
+        let is_other =
+            matches!(located, Err(Refusal::Outside) | Ok((_, Place::Own | Place::Hidden)));
+        if self.are_only && is_other {
             return Err(Refusal::NotAllowed);
         }
+        let (descriptor, place) = located?;
         match FileType::from_raw_mode(fstat(&descriptor)?.st_mode) {
             _ if place == Place::Hidden => return Err(Refusal::Hidden),
             FileType::RegularFile => {}
