@@ -411,6 +411,17 @@ pub fn key_secret(settings: &[Setting]) -> Option<&str> {
     })
 }
 
+/// Why metadata of a raw image cannot be preallocated.
+pub fn raw_has_no_tables() -> String {
+    let why = if called_as::is_qemu_img() {
+        "Unsupported preallocation mode: metadata"
+    } else {
+        "Unsupported preallocation mode 'metadata' of a raw image, which has none; use off, falloc \
+         or full"
+    };
+    why.to_owned()
+}
+
 /// The space to allocate for a raw image, from `settings`.
 ///
 /// # Errors
@@ -422,14 +433,7 @@ pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
             Setting::Preallocation(Preallocation::Off) => None,
             Setting::Preallocation(Preallocation::Falloc) => Some(SpaceMode::Falloc),
             Setting::Preallocation(Preallocation::Full) => Some(SpaceMode::Full),
-            Setting::Preallocation(Preallocation::Metadata) if called_as::is_qemu_img() => {
-                return Err("Unsupported preallocation mode: metadata".to_owned());
-            }
-            Setting::Preallocation(Preallocation::Metadata) => {
-                return Err("Unsupported preallocation mode 'metadata' of a raw image, which has \
-                            none; use off, falloc or full"
-                    .to_owned());
-            }
+            Setting::Preallocation(Preallocation::Metadata) => return Err(raw_has_no_tables()),
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => mode,
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
             other if called_as::is_qemu_img() => return Err(not_of_raw(other)),

@@ -9,6 +9,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::SpaceMode;
 
 use crate::called_as;
+use crate::create_options;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
@@ -24,8 +25,9 @@ pub struct Arguments {
     /// Allow a smaller size: the data beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space for the part that is added: off allocates it when it is written, falloc (and metadata)
-    /// now, full writes zeros to it. If the space is missing, the disk keeps its size.
+    /// Space for the part that is added: off allocates it when it is written, metadata the tables of
+    /// a qcow2 image now, falloc all of it, full writes zeros to it. If the space is missing, the disk
+    /// keeps its size.
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = parse_space)]
     preallocation: Space,
     #[command(flatten)]
@@ -47,36 +49,14 @@ enum Space {
     /// The space is allocated when the guest writes to it.
     Later,
     Now(SpaceMode),
-    /// Metadata is allocated now. In this program clusters get offsets only together with space, so
-    /// space for data is allocated too.
-    Metadata,
-}
-
-impl Space {
-    fn mode(self) -> Option<SpaceMode> {
-        match self {
-            Self::Later => None,
-            Self::Now(mode) => Some(mode),
-            Self::Metadata => Some(SpaceMode::Falloc),
-        }
-    }
-}
-
-impl Arguments {
-    /// Whether, under the name qemu-img, preallocation of metadata is requested for an image that
-    /// has no tables.
-    fn is_metadata_of_raw(&self, disk: &ImageDisk) -> bool {
-        let is_raw = disk.image().cluster_size().is_none();
-        called_as::is_qemu_img() && is_raw && self.preallocation == Space::Metadata
-    }
 }
 
 fn parse_space(text: &str) -> Result<Space, String> {
     match text {
         "off" => Ok(Space::Later),
+        "metadata" => Ok(Space::Now(SpaceMode::Tables)),
         "falloc" => Ok(Space::Now(SpaceMode::Falloc)),
         "full" => Ok(Space::Now(SpaceMode::Full)),
-        "metadata" => Ok(Space::Metadata),
         _ => Err("use off, metadata, falloc or full".into()),
     }
 }
@@ -100,8 +80,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
     // In qemu-img a raw disk may end anywhere, and the message rounds its size to whole sectors.
-    let is_rounded = called_as::is_qemu_img() && disk.image().cluster_size().is_none();
-    let size = if is_rounded { size.next_multiple_of(512) } else { size };
+    let is_raw = disk.image().cluster_size().is_none();
+    let size = if is_raw && called_as::is_qemu_img() { size.next_multiple_of(512) } else { size };
     if size < old && arguments.preallocation != Space::Later {
         if called_as::is_qemu_img() {
             bail!("Preallocation can only be used for growing images")
@@ -112,11 +92,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             )
         }
     }
-    if arguments.is_metadata_of_raw(&disk) {
-        bail!("Unsupported preallocation mode: metadata");
+    if is_raw && arguments.preallocation == Space::Now(SpaceMode::Tables) {
+        bail!(create_options::raw_has_no_tables());
     }
     event_loop.block_on(resize(&disk, size, arguments.shrink))?;
-    if let Some(mode) = arguments.preallocation.mode()
+    if let Space::Now(mode) = arguments.preallocation
         && size > old
     {
         let taken = ToolProgress::default();

@@ -8,6 +8,9 @@ use blockhouse_core::{
 /// How space is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpaceMode {
+    /// Only a format's tables take space: data gets host offsets, and takes its space when it is
+    /// written. A raw image stays as it is.
+    Tables,
     /// The host's file system reserves the space (`fallocate`), which is quick.
     Falloc,
     /// Zeros are written, which is slow but works everywhere. If the storage can write zeros
@@ -32,27 +35,20 @@ pub async fn preallocate<S: Storage>(
     mode: SpaceMode,
     progress: &ToolProgress,
 ) -> Result<()> {
-    if range.is_empty() {
-        return Ok(());
-    }
-    let range = match mode {
-        SpaceMode::Falloc => range,
-        SpaceMode::Full => prepare(storage, range, progress).await?,
+    let (range, size) = match mode {
+        SpaceMode::Tables => return Ok(()),
+        SpaceMode::Falloc => (range, RESERVE_SIZE),
+        SpaceMode::Full => (prepare(storage, range, progress).await?, WRITE_SIZE),
     };
-    let (size, mut zeros) = match mode {
-        SpaceMode::Falloc => (RESERVE_SIZE, Buffer::new(0)),
-        SpaceMode::Full => (WRITE_SIZE, Buffer::new(range.length().min(WRITE_SIZE) as usize)),
-    };
-    zeros.bytes_mut().fill(0);
+    let mut zeros = Buffer::new(range.length().min(WRITE_SIZE) as usize);
     let mut rest = range;
     while !rest.is_empty() {
         let chunk = rest.truncate(size);
-        match mode {
-            SpaceMode::Falloc => reserve(storage, chunk).await?,
-            SpaceMode::Full => {
-                zeros.set_len(chunk.length() as usize);
-                storage.write(chunk.offset(), zeros.lend(), Durability::None).await?;
-            }
+        if mode == SpaceMode::Falloc {
+            reserve(storage, chunk).await?;
+        } else {
+            zeros.set_len(chunk.length() as usize);
+            storage.write(chunk.offset(), zeros.lend(), Durability::None).await?;
         }
         progress.advance(chunk.length());
         rest = rest.skip(chunk.length());

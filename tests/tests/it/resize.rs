@@ -4,7 +4,7 @@ use std::path::Path;
 
 use blockhouse_tests::{
     FileSystem, Scratch, SmallHost,
-    image_tool::{command, qemu_img, qemu_io, str},
+    image_tool::{command, json, qemu_img, qemu_io, str},
     need, require,
 };
 
@@ -129,6 +129,37 @@ fn a_longer_disk_has_its_space_at_once_where_that_is_asked_for() {
             assert!(outcome.status.success(), "{}", outcome.describe(mode));
         }
     }
+}
+
+#[test]
+fn a_longer_disk_has_its_tables_at_once_where_that_is_asked_for() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    for (number, options) in OPTIONS.iter().enumerate() {
+        let image = scratch.path(&format!("{number}.qcow2"));
+        qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "1599K"]).success();
+        // Clusters that were in use are free now, with their old bytes.
+        let used = ["write -P 7 0 1599K", "write -P 8 1M 512K", "discard 1M 512K"];
+        qemu_io("qcow2", &image, &used);
+        let before = allocated(&image);
+        let longer = ["resize", "--preallocation", "metadata", str(&image), "65M"];
+        command(&longer).success();
+        let taken = allocated(&image) - before;
+        assert!(taken < 16 << 20, "{options}: {taken} bytes were taken");
+        let map = json(&qemu_img(&["map", "--output=json", "-f", "qcow2", str(&image)]).success());
+        let added = |extent: &serde_json::Value| {
+            let end = extent["start"].as_u64()? + extent["length"].as_u64()?;
+            Some(end <= 2 << 20 || extent["offset"].is_u64())
+        };
+        let extents = map.as_array().expect("extents");
+        assert!(extents.iter().all(|one| added(one) == Some(true)), "{options}: {map}");
+        let zeros = format!("read -P 0 1599K {}K", 65 * 1024 - 1599);
+        qemu_io("qcow2", &image, &["read -P 7 0 1M", &zeros]);
+        qemu_img(&["check", "-f", "qcow2", str(&image)]).success();
+    }
+    let image = scratch.image("disk.img", 1 << 20);
+    let longer = ["resize", "--preallocation", "metadata", image.str(), "2M"];
+    command(&longer).failure("of a raw image, which has none");
 }
 
 #[test]

@@ -155,7 +155,7 @@ impl<S: Storage> Disk<S> {
     /// durable with the next flush.
     ///
     /// # Errors
-    /// As a write; `Unsupported` if `mode` reserves space, and the storage cannot reserve it.
+    /// As a write; `Unsupported` if `mode` is not `Full`, and the storage cannot do it.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let in_flight = RequestInFlight { disk: self, operation: Operation::WriteZeroes };
         let turn = in_flight.begin_turn(range.offset(), range.length()).await;

@@ -15,7 +15,7 @@ const RESERVE_SIZE: u64 = 1 << 30;
 
 /// Allocates the space of `range`, which reads as zeros before and after: in a qcow2 image each of
 /// its clusters then has a host offset. Durable with the next flush. No other request may be in
-/// flight there.
+/// flight there. `SpaceMode::Tables` is for images with tables.
 ///
 /// # Errors
 /// `NoSpace`, `ReadOnly` or `PastEnd`; `Unsupported` if the host cannot allocate space, and zeros
@@ -28,7 +28,7 @@ pub async fn take_space<S: Storage>(
 ) -> Result<()> {
     progress.begin(range.length());
     let step = match mode {
-        SpaceMode::Falloc => RESERVE_SIZE,
+        SpaceMode::Tables | SpaceMode::Falloc => RESERVE_SIZE,
         SpaceMode::Full => PREPARE_SIZE,
     };
     let mut zeros = Buffer::new(WRITE_SIZE as usize);
@@ -48,7 +48,7 @@ pub async fn take_space<S: Storage>(
         }
         let sent = match mode {
             // The rest is a part of a cluster, at the start or the end of the range.
-            SpaceMode::Falloc => {
+            SpaceMode::Tables | SpaceMode::Falloc => {
                 let unit = disk.image().cluster_size().unwrap_or(WRITE_SIZE);
                 left.truncate(unit - left.offset() % unit)
             }

@@ -1,6 +1,6 @@
 //! Allocates space for a part of a disk without sending zeros: the storage writes the zeros itself
 //! (`Storage::prepare_zeroes`), or reserves the space (`Storage::write_zeroes` that keeps the
-//! space).
+//! space), or makes holes (`Storage::write_zeroes` that may give space back).
 //!
 //! The steps are the steps of a write, but the storage makes the zeros. Ranges that the storage
 //! refuses, or that are not whole clusters and blocks, are left to the caller.
@@ -18,7 +18,7 @@ impl<S: Storage> Writer<S> {
     /// which begins with the first byte that got no space here. The caller has the claim.
     ///
     /// # Errors
-    /// As a write; `Unsupported` if `mode` reserves space, and the storage cannot.
+    /// As a write; `Unsupported` if `mode` is not `Full`, and the storage cannot do it.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let budget = WorkBudget::new();
         let block = self.layer.block_size();
@@ -57,8 +57,8 @@ impl<S: Storage> Writer<S> {
         let capabilities = self.layer.data_capabilities();
         match mode {
             SpaceMode::Full => Ok(capabilities.prepare_zeroes == Offload::Available),
-            SpaceMode::Falloc if capabilities.write_zeroes == Offload::Available => Ok(true),
-            SpaceMode::Falloc => Err(self.cannot_set_aside()),
+            _ if capabilities.write_zeroes == Offload::Available => Ok(true),
+            _ => Err(self.cannot_set_aside()),
         }
     }
 
@@ -72,7 +72,9 @@ impl<S: Storage> Writer<S> {
             data.extend_hint(place.end()).await;
         }
         if place.end() <= data.size() {
-            data.write_data_zeroes(place, Unmap::Forbidden).await
+            let is_hole = mode == SpaceMode::Tables;
+            let unmap = if is_hole { Unmap::Allowed } else { Unmap::Forbidden };
+            data.write_data_zeroes(place, unmap).await
         } else {
             Err(self.cannot_set_aside())
         }

@@ -402,16 +402,26 @@ fn a_longer_disk_takes_its_space_without_sending_zeros_where_that_can_be() {
 
 #[test]
 fn a_longer_disk_has_its_space_set_aside_where_that_can_be() {
+    has_its_space_at_once(SpaceMode::Falloc, Unmap::Forbidden);
+}
+
+#[test]
+fn a_longer_disk_has_its_tables_at_once_and_holes_where_that_can_be() {
+    has_its_space_at_once(SpaceMode::Tables, Unmap::Allowed);
+}
+
+fn has_its_space_at_once(mode: SpaceMode, unmap: Unmap) {
     // Neither the first byte nor the last is a cluster's.
     let (from, to) = (4 * CLUSTER + 512, 40 * CLUSTER + 1024);
     for support in [Support::Yes, Support::FailsOnFirstUse, Support::No] {
         let config = Config { write_zeroes: support, ..able() };
         let raw = Rig::new(config.clone(), from as usize, Options::default());
         let qcow2 = Rig::qcow2(config, CreateOptions::new(from));
-        for rig in [raw, qcow2] {
+        let rigs = if mode == SpaceMode::Tables { vec![qcow2] } else { vec![raw, qcow2] };
+        for rig in rigs {
             rig.submit(write(from - 512, 512, 9, PLAIN)).unwrap();
             rig.log();
-            let done = match (take(&rig, from, to, SpaceMode::Falloc), support) {
+            let done = match (take(&rig, from, to, mode), support) {
                 (Ok(done), Support::Yes) => done,
                 (Err(error), Support::No | Support::FailsOnFirstUse) => {
                     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
@@ -420,7 +430,7 @@ fn a_longer_disk_has_its_space_set_aside_where_that_can_be() {
                 (outcome, _) => panic!("{support:?}: {outcome:?}"),
             };
             let zeroed = done.iter().filter_map(|one| match one {
-                Operation::WriteZeroes(range, Unmap::Forbidden) => Some(range.length()),
+                Operation::WriteZeroes(range, how) if *how == unmap => Some(range.length()),
                 _ => None,
             });
             assert!(zeroed.sum::<u64>() >= 35 * CLUSTER && sent(&done) <= 4 * CLUSTER, "{done:?}");
