@@ -241,6 +241,27 @@ fn the_environment_allows_what_the_option_does() {
     }
 }
 
+#[test]
+fn the_environment_allows_servers_to_images_whose_format_is_given() {
+    let scratch = Scratch::new();
+    let image = scratch.path("over.qcow2");
+    let base = "nbd+unix:///?socket=/nobody/listens";
+    let create = ["create", "-u", "-b", base, "-F", "raw", str(&image), "1M"];
+    blockhouse_tests::run(Command::new(blockhouse()).args(create)).success();
+    let map = |value: &str, words: &[&str]| {
+        let mut command = Command::new(blockhouse());
+        let command = command.env("BLOCKHOUSE_ALLOW_REMOTE", value).arg("map");
+        blockhouse_tests::run(command.args(words).arg(&image))
+    };
+    map("1", &["-f", "qcow2"]).failure("cannot connect");
+    let refused =
+        [("0", &["-f", "qcow2"][..]), ("1", &[]), ("1", &["-f", "qcow2", "--no-references"])];
+    for (value, words) in refused {
+        let outcome = map(value, words);
+        assert!(!outcome.status.success() && !outcome.stderr.contains("connect"), "{words:?}");
+    }
+}
+
 /// A guest wrote the header of its raw disk, and a caller of QEMU's tools names no format.
 #[test]
 fn a_guest_names_no_file_that_is_written_to_or_read_elsewhere() {

@@ -660,7 +660,7 @@ impl Arguments {
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.references.paths(),
-            allow_remote: self.references.allow.allow_remote,
+            allow_remote: self.references.allows_remote(),
             no_references: self.references.no_references,
             without_backing: self.backing_use == BackingUse::LeftOut,
             key_files: keys.keys,
