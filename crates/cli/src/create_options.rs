@@ -75,6 +75,7 @@ Options of images of other programs:
   subformat=monolithicFlat|twoGbMaxExtentFlat|twoGbMaxExtentSparse
                                       VMDK: a descriptor, and the data beside it in one raw file, or in files of 2G
   subformat=dynamic|fixed             VHD, VHDX: blocks take space when they have data, or have their place
+  toolsversion=N                      VMDK: the version of VMware's tools (2147483647: not VMware's to manage)
   zeroed_grain=on|off                 VMDK: programs may name grains of zeros (off)
 Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
   iter-time=MS                        how long deriving the key takes here (2000)
@@ -97,7 +98,8 @@ const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extend
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
                      data_file_raw, encrypt.format, encrypt.iter-time, encryption, iter-time, key-secret, \
                      nocow, extent_size_hint, size, adapter_type, block_size, block_state_zero, compat6, \
-                     force_size, hwversion, log_size, static, subformat, zeroed_grain";
+                     force_size, hwversion, log_size, static, subformat, toolsversion, \
+                     zeroed_grain";
 
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
 ///

@@ -24,6 +24,7 @@ const OPTIONS: &[(&str, &[ForeignKind])] = &[
     ("log_size", &[ForeignKind::Vhdx]),
     ("static", &[ForeignKind::Vdi]),
     ("subformat", &[ForeignKind::Vmdk, ForeignKind::Vpc, ForeignKind::Vhdx]),
+    ("toolsversion", &[ForeignKind::Vmdk]),
     ("zeroed_grain", &[ForeignKind::Vmdk]),
 ];
 
@@ -67,6 +68,7 @@ pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
         "hwversion" if value != UNDEFINED && value.parse::<u16>().is_err() => {
             return wrong("a number");
         }
+        "toolsversion" if value.parse::<u32>().is_err() => return wrong("a number"),
         _ => value.to_owned(),
     };
     Ok(Setting::Foreign(name, value))
@@ -117,6 +119,7 @@ fn apply(
         ("adapter_type", _) => options.adapter = value.to_owned(),
         ("hwversion", UNDEFINED) => {}
         ("hwversion", _) => options.hardware_version = value.to_owned(),
+        ("toolsversion", _) => options.tools_version = value.to_owned(),
         ("zeroed_grain", _) => options.has_zero_grains = value == "on",
         ("compat6", "on") => options.hardware_version = COMPAT6.to_owned(),
         _ => {}

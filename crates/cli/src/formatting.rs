@@ -57,6 +57,7 @@ fn options_of(format: ImageFormat) -> &'static [(&'static str, Option<&'static s
             ("compat6", Some("off")),
             ("hwversion", Some("undefined")),
             ("subformat", None),
+            ("toolsversion", None),
             ("zeroed_grain", None),
             ("nocow", None),
         ],

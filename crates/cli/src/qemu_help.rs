@@ -72,6 +72,7 @@ const VMDK: &[FormatOption] = &[
         "<str>",
         "How the disk is stored (monolithicSparse, monolithicFlat, twoGbMaxExtentSparse, twoGbMaxExtentFlat, streamOptimized)",
     ),
+    ("toolsversion", "<str>", "Version of VMware's tools in the guest"),
     ("zeroed_grain", "<bool (on/off)>", "Programs may name grains of zeros"),
 ];
 

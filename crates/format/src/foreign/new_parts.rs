@@ -54,6 +54,8 @@ pub struct NewForeignOptions {
     pub adapter: String,
     /// The version of VMware's virtual hardware (VMDK).
     pub hardware_version: String,
+    /// The version of VMware's tools in the guest (VMDK); 2147483647: VMware does not manage them.
+    pub tools_version: String,
     /// Whether tables may mark grains as zeros, without allocating them (VMDK).
     pub has_zero_grains: bool,
     /// The image that has the grains that this one lacks (VMDK).
@@ -77,6 +79,7 @@ impl NewForeignOptions {
             file_name: String::new(),
             adapter: "ide".to_owned(),
             hardware_version: "4".to_owned(),
+            tools_version: i32::MAX.to_string(),
             has_zero_grains: false,
             parent: None,
             seed: [0; 16],

@@ -143,6 +143,7 @@ pub(super) struct Head {
     file_name: String,
     adapter: String,
     hardware_version: String,
+    tools_version: String,
     parent: Option<NewParent>,
 }
 
@@ -174,6 +175,7 @@ impl Head {
             file_name,
             adapter: options.adapter.clone(),
             hardware_version: options.hardware_version.clone(),
+            tools_version: options.tools_version.clone(),
             parent,
         })
     }
@@ -203,7 +205,7 @@ impl Head {
 
     /// The descriptor of an image with these lines for its extents.
     pub(super) fn descriptor(&self, extents: &str) -> String {
-        let Self { id, create_type, adapter, hardware_version, .. } = self;
+        let Self { id, create_type, adapter, hardware_version, tools_version, .. } = self;
         let (heads, track) = if adapter == "ide" { (16, 63) } else { (255, 63) };
         let sectors = self.size / SECTOR;
         let cylinders = (sectors / (heads * track)).max(1);
@@ -218,7 +220,8 @@ impl Head {
              # Extent description\n{extents}\n\
              # The Disk Data Base\n#DDB\n\n\
              ddb.virtualHWVersion = \"{hardware_version}\"\nddb.geometry.cylinders = \"{cylinders}\"\n\
-             ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"{track}\"\nddb.adapterType = \"{adapter}\"\n"
+             ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"{track}\"\nddb.adapterType = \"{adapter}\"\n\
+             ddb.toolsVersion = \"{tools_version}\"\n"
         )
     }
 }
