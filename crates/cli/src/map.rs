@@ -164,8 +164,16 @@ fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
             place.unwrap_or_default(),
         )
     });
-    format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
+    let lines = lines.collect::<Vec<_>>().join(",\n");
+    format!(
+        "[{}]",
+        if lines.is_empty() && called_as::is_qemu_img() { OF_EMPTY_DISK } else { &lines }
+    )
 }
+
+/// What qemu-img says of a disk without a byte.
+const OF_EMPTY_DISK: &str = "{ \"start\": 0, \"length\": 0, \"depth\": 0, \"present\": false, \"zero\": false, \
+                             \"data\": false, \"compressed\": false}";
 
 /// A number as `%#x` of C, and so QEMU, prints it: 0 has no `0x`.
 fn hexadecimal(number: u64) -> String {

@@ -8,6 +8,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::{ForeignKind, Subformat};
 
 use super::arguments::{Arguments, open_sources};
+use crate::called_as;
 use crate::copy_target::{IfThere, whole};
 use crate::create::{open_backing, wrong_usage};
 use crate::create_options;
@@ -66,7 +67,10 @@ fn refuse(arguments: &Arguments, kind: ForeignKind, subformat: Subformat) {
             "{format} images are made anew, and never written to: leave -n and --resume out"
         ));
     }
-    if arguments.compress && subformat != Subformat::Stream {
+    // QEMU leaves the blocks of these uncompressed.
+    let is_left_out =
+        called_as::is_qemu_img() && kind == ForeignKind::Vmdk && subformat == Subformat::Sparse;
+    if arguments.compress && subformat != Subformat::Stream && !is_left_out {
         wrong_usage(
             "only qcow2 images have compressed clusters (-c), and VMDK streams (-o subformat=streamOptimized)",
         );

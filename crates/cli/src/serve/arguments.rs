@@ -212,10 +212,10 @@ pub struct Arguments {
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
     #[arg(long, value_name = "NAME")]
     snapshot: Option<String>,
-    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does
-    /// nothing.
-    #[arg(long, default_value = "unmap", value_parser = parse_discard)]
-    discard: Discard,
+    /// The effect of a guest's discards: unmap (the default, except under the name qemu-nbd) gives
+    /// the space back to the host, ignore does nothing.
+    #[arg(long, value_parser = parse_discard)]
+    discard: Option<Discard>,
     /// Writes of nothing but zeros: off writes them, on stores that the range is zero,
     /// unmap also gives its space back to the host.
     #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
@@ -384,6 +384,12 @@ fn parse_discard(name: &str) -> Result<Discard, String> {
 }
 
 impl Arguments {
+    /// The effect of discards. qemu-nbd ignores them unless an option says otherwise.
+    fn discard(&self) -> Discard {
+        let usual = if called_as::is_qemu_nbd() { Discard::Ignore } else { Discard::Unmap };
+        self.discard.unwrap_or(usual)
+    }
+
     /// Translates qemu-nbd's options into options of `serve`. Wrong usage ends the program.
     pub(super) fn obey_habits(&mut self) {
         self.nbd.extend(self.habits.uri().unwrap_or_else(|why| refuse(&why)));
@@ -432,7 +438,7 @@ impl Arguments {
             }
             self.backing_use = named.backing_use;
             self.read_only |= named.is_read_only;
-            self.discard = named.space.discard.unwrap_or(self.discard);
+            self.discard = named.space.discard.or(self.discard);
             self.detect_zeroes = named.space.detect_zeroes.unwrap_or(self.detect_zeroes);
         }
     }
@@ -507,7 +513,7 @@ impl Arguments {
 
     /// Ends the program if options contradict each other: wrong usage.
     pub(super) fn check(&self) {
-        if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
+        if self.detect_zeroes == DetectZeroes::Unmap && self.discard() == Discard::Ignore {
             refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
         }
         self.block_sizes.sizes().unwrap_or_else(|why| refuse(&format!("--{why}")));
@@ -647,7 +653,7 @@ impl Arguments {
             format: self.format,
             read_only: self.read_only,
             cache: self.cache,
-            discard: self.discard,
+            discard: self.discard(),
             detect_zeroes: self.detect_zeroes,
             logical_block_size: self.block_sizes.logical_block_size,
             physical_block_size: self.block_sizes.physical_block_size,

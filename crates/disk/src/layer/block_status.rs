@@ -188,8 +188,8 @@ impl<S: Storage> LayerStatus<'_, S> {
                 return Ok((status, length));
             }
             ExtentState::Compressed { .. } => BlockStatus::Data,
-            ExtentState::Zero => BlockStatus::Zero,
-            ExtentState::Hole => BlockStatus::Hole,
+            // As in QEMU, also a cluster of zeros whose host cluster is kept is a hole to clients.
+            ExtentState::Zero | ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
                 // The read is registered before the drop of the guard: afterwards the backing file
                 // may be detached.

@@ -12,7 +12,7 @@ use flate2::write::ZlibEncoder;
 use super::create::{
     GRAIN, Head, HeaderPlaces, MAX_FILE, STREAM_FLAGS, STREAM_OVERHEAD, TABLE, TABLE_ENTRIES,
 };
-use super::sparse_header::FOOTER_MARKER;
+use super::sparse_header::{AT_END, FOOTER_MARKER};
 use crate::foreign::fields::{SECTOR, le32_bytes, padded};
 use crate::foreign::new_parts::{FilePiece, FilePieces, NewForeignOptions, refuse};
 
@@ -90,7 +90,9 @@ impl NewStream {
         tail.extend(self.header(place));
         tail.extend(marker(0, END_MARKER));
         let end = start + tail.len() as u64;
-        let head = [(SECTOR, self.head.own_descriptor()), (0, self.header(place))];
+        // The header says that the footer has the place of the directory, because readers that find
+        // the place in the header expect no footer.
+        let head = [(SECTOR, self.head.own_descriptor()), (0, self.header(AT_END))];
         (Box::new([(start, tail)].into_iter().chain(head)), end)
     }
 

@@ -2,7 +2,8 @@
 //!
 //! The disk has exactly the requested size, even if no geometry matches it: the footer has the
 //! creator `qem2`, with which QEMU marks images whose size field is valid and not their geometry
-//! (QEMU's option `force_size`).
+//! (QEMU's option `force_size`). If the geometry of the specification is smaller than the disk, the
+//! footer has the largest one, which no reader takes for the size.
 
 use std::time::Duration;
 
@@ -18,6 +19,9 @@ use crate::foreign::new_parts::{
 /// Bytes of a block, and of the bitmap of its sectors, which precedes it.
 const BLOCK: u64 = 2 << 20;
 const BITMAP: u64 = SECTOR;
+
+/// Cylinders, heads and sectors of a track of the largest geometry.
+const LARGEST_GEOMETRY: (u16, u8, u8) = (65_535, 16, 255);
 /// Offsets of the table's header, and of the table.
 const HEADER: u64 = 512;
 const TABLE: u64 = 1536;
@@ -78,7 +82,11 @@ impl NewVpc {
 
     fn footer(&self) -> Vec<u8> {
         let is_fixed = self.blocks.is_none();
-        let (cylinders, heads, track) = geometry(self.size);
+        let fitting = geometry(self.size);
+        let (cylinders, heads, track) = fitting;
+        let sectors = u64::from(cylinders) * u64::from(heads) * u64::from(track);
+        let is_whole = sectors * SECTOR == self.size;
+        let (cylinders, heads, track) = if is_whole { fitting } else { LARGEST_GEOMETRY };
         let time = self.now.as_secs().saturating_sub(EPOCH) as u32;
         let mut bytes = COOKIE.to_vec();
         // The reserved feature bit, which is always set.
