@@ -25,9 +25,9 @@ pub struct Arguments {
     /// Allow a smaller size: the data beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space for the part that is added: off allocates it when it is written, metadata the tables of
-    /// a qcow2 image now, falloc all of it, full writes zeros to it. If the space is missing, the disk
-    /// keeps its size.
+    /// Space for the part that is added: off allocates it when it is written, metadata the tables
+    /// of a qcow2 image now, falloc all of it, full writes zeros to it. If the space is missing,
+    /// the disk keeps its size.
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = parse_space)]
     preallocation: Space,
     #[command(flatten)]

@@ -262,8 +262,8 @@ fn permit(file: &SocketFile, permissions: SocketPermissions) -> Result<()> {
     }
 }
 
-/// Removes the socket of a dead server at `path`, or an empty file: scripts that let `mktemp` choose
-/// the path leave one there.
+/// Removes the socket of a dead server at `path`, or an empty file: scripts that let `mktemp`
+/// choose the path leave one there.
 fn remove_stale_socket(path: &Path, name: &str) -> Result<()> {
     let in_use = |hint: &'static str| {
         let error = IoError::from(Errno::ADDRINUSE);
