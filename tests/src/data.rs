@@ -34,8 +34,11 @@ pub fn random_bytes(random: &mut Rng, length: usize) -> Vec<u8> {
 #[track_caller]
 pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
-    let at = found.iter().zip(expected).position(|(one, other)| one != other);
-    assert_eq!(at, None, "{what}");
+    // Without optimisation a comparison byte by byte takes a second for a disk of 64 MiB.
+    if found != expected {
+        let at = found.iter().zip(expected).position(|(one, other)| one != other);
+        panic!("{what}: byte {at:?} differs");
+    }
 }
 
 /// A disk with data of all lengths up to `longest`, and holes; the last sector has data.

@@ -57,7 +57,8 @@ impl Folder {
         let line = line.replace("127.0.0.1:10809", "127.0.0.1:0");
         let line = line.replace("bench all", "bench fua --seconds 2");
         let before = std::env::var("PATH").unwrap_or_default();
-        let mut shell = Command::new("sh");
+        // With the path of the program and not its name, the process is not copied by fork.
+        let mut shell = Command::new("/bin/sh");
         shell.arg("-c").arg(format!("exec {line}")).current_dir(self.path(""));
         shell.env("PATH", format!("{}/programs:{before}", self.0.short().display()));
         shell.env("XDG_RUNTIME_DIR", self.0.short());

@@ -621,7 +621,7 @@ impl TargetSpec<'_> {
             cache,
             state,
             allowed_paths: self.allowed_paths()?,
-            remote_backing: self.open.remote_backing(),
+            remote_backing: self.open.remote_backing(Some(self.format)),
             secrets: self.open.secrets()?,
             purpose: if self.is_overlay() { Purpose::Disk } else { Purpose::Image },
             ..ImageOptions::default()

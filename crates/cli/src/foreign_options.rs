@@ -68,7 +68,10 @@ pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
         "hwversion" if value != UNDEFINED && value.parse::<u16>().is_err() => {
             return wrong("a number");
         }
-        "toolsversion" if value.parse::<u32>().is_err() => return wrong("a number"),
+        "toolsversion" => match value.parse::<u32>() {
+            Ok(version) => version.to_string(),
+            Err(_) => return wrong("a number"),
+        },
         _ => value.to_owned(),
     };
     Ok(Setting::Foreign(name, value))

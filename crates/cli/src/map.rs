@@ -56,7 +56,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         if called_as::is_qemu_img() && !image.is_json() && parts.iter().any(is_compressed) {
             bail!("File contains external, encrypted or compressed clusters.");
         }
-        anyhow::Ok(if image.is_json() { as_json(&parts, &disk) } else { as_text(&parts, &disk) })
+        let start = arguments.start_offset;
+        anyhow::Ok(match image.is_json() {
+            true if parts.is_empty() && called_as::is_qemu_img() => of_no_byte(start),
+            true => as_json(&parts, &disk),
+            false => as_text(&parts, &disk),
+        })
     })?;
     output::print(&text)
 }
@@ -164,16 +169,16 @@ fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
             place.unwrap_or_default(),
         )
     });
-    let lines = lines.collect::<Vec<_>>().join(",\n");
-    format!(
-        "[{}]",
-        if lines.is_empty() && called_as::is_qemu_img() { OF_EMPTY_DISK } else { &lines }
-    )
+    format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
 }
 
-/// What qemu-img says of a disk without a byte.
-const OF_EMPTY_DISK: &str = "{ \"start\": 0, \"length\": 0, \"depth\": 0, \"present\": false, \"zero\": false, \
-                             \"data\": false, \"compressed\": false}";
+/// What qemu-img says of a range at `start` that has no byte of the disk.
+fn of_no_byte(start: u64) -> String {
+    format!(
+        "[{{ \"start\": {start}, \"length\": 0, \"depth\": 0, \"present\": false, \"zero\": false, \
+         \"data\": false, \"compressed\": false}}]"
+    )
+}
 
 /// A number as `%#x` of C, and so QEMU, prints it: 0 has no `0x`.
 fn hexadecimal(number: u64) -> String {

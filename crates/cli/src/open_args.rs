@@ -21,7 +21,8 @@ use crate::{called_as, output};
 /// for programs that call a QEMU tool and cannot add an option.
 const ALLOWED_PATHS: &str = "BLOCKHOUSE_ALLOW_PATH";
 
-/// The variable of the environment that is `--allow-remote` if it is 1.
+/// The variable of the environment that is `--allow-remote` if it is 1, for callers of qemu-img who
+/// give the image's format.
 const ALLOW_REMOTE: &str = "BLOCKHOUSE_ALLOW_REMOTE";
 
 /// The paths in [`ALLOWED_PATHS`] that exist. A missing path allows nothing and is no error,
@@ -63,11 +64,6 @@ impl AllowPathArgs {
     pub fn paths(&self) -> Vec<PathBuf> {
         self.allow_path.iter().cloned().chain(allowed_by_environment()).collect()
     }
-
-    /// Whether images may name other servers, by the option or the environment.
-    pub fn allows_remote(&self) -> bool {
-        self.allow_remote || std::env::var_os(ALLOW_REMOTE).is_some_and(|value| value == "1")
-    }
 }
 
 /// The files that images may name, or that no name is followed.
@@ -101,11 +97,6 @@ impl ReferenceArgs {
         }
     }
 
-    /// Whether images may name other servers. The environment counts only without --no-references.
-    pub fn allows_remote(&self) -> bool {
-        !self.no_references && self.allow.allows_remote()
-    }
-
     /// The only paths that an image may name whose format was probed. Those of the environment
     /// count under the name of a QEMU tool, whose callers may be unable to name a format.
     fn paths_of_probed(&self) -> Vec<PathBuf> {
@@ -120,10 +111,6 @@ impl ReferenceArgs {
     pub fn paths(&self) -> Vec<PathBuf> {
         if self.no_references { self.allow.allow_path.clone() } else { self.allow.paths() }
     }
-}
-
-fn remote_backing(is_allowed: bool) -> RemoteBacking {
-    if is_allowed { RemoteBacking::Allowed } else { RemoteBacking::Refused }
 }
 
 /// The options for a tool that reads only metadata. If changes that a killed server acknowledged
@@ -275,11 +262,7 @@ impl OpenArgs {
         let by_content = called_as::tool().is_some();
         let found = if format.is_none() { probe_nameless(path, part, by_content)? } else { None };
         let options = self.read_only(format.or(found))?;
-        // The environment allows no server to an image whose format may be probed.
-        let remote_backing = match format {
-            Some(_) => options.remote_backing,
-            None => remote_backing(self.references.allow.allow_remote),
-        };
+        let remote_backing = self.remote_backing(format);
         let options = ImageOptions { part, probes_exports: by_content, remote_backing, ..options };
         let Some(found) = found else { return Ok(options) };
         if !output::is_quiet() && called_as::tool().is_none() {
@@ -300,7 +283,7 @@ impl OpenArgs {
     /// A directory that was named cannot be used.
     pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
         let allowed_paths = self.references.allowed_paths()?;
-        let remote_backing = self.remote_backing();
+        let remote_backing = self.remote_backing(format);
         let secrets = self.secrets()?;
         let options = read_only(format, self.state_use()?);
         Ok(ImageOptions { allowed_paths, remote_backing, secrets, ..options })
@@ -342,9 +325,17 @@ impl OpenArgs {
         AllowedPaths::new(&paths)
     }
 
-    /// Whether images may name other servers.
-    pub fn remote_backing(&self) -> RemoteBacking {
-        remote_backing(self.references.allows_remote())
+    /// Whether an image may name other servers: by the option, or by the environment if the caller
+    /// of qemu-img gave its `format`, because a format that is probed may be its guest's.
+    pub fn remote_backing(&self, format: Option<ImageFormat>) -> RemoteBacking {
+        let ReferenceArgs { allow, no_references } = &self.references;
+        let may_ask = called_as::is_qemu_img() && format.is_some() && !no_references;
+        let is_set = || std::env::var_os(ALLOW_REMOTE).is_some_and(|value| value == "1");
+        if allow.allow_remote || (may_ask && is_set()) {
+            RemoteBacking::Allowed
+        } else {
+            RemoteBacking::Refused
+        }
     }
 
     /// Where the state of killed servers is.

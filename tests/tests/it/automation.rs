@@ -80,7 +80,8 @@ impl Place {
     }
 
     fn shell(&self, line: &str) -> Command {
-        let mut shell = Command::new("sh");
+        // With the path of the program and not its name, the process is not copied by fork.
+        let mut shell = Command::new("/bin/sh");
         shell.args(["-c", line]).current_dir(&self.folder).env("XDG_RUNTIME_DIR", &self.folder);
         let before = std::env::var("PATH").unwrap_or_default();
         if let Some(programs) = &self.programs {

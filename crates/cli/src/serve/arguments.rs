@@ -514,7 +514,14 @@ impl Arguments {
     /// Ends the program if options contradict each other: wrong usage.
     pub(super) fn check(&self) {
         if self.detect_zeroes == DetectZeroes::Unmap && self.discard() == Discard::Ignore {
-            refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
+            refuse(match called_as::is_qemu_nbd() {
+                true => {
+                    "setting detect-zeroes to unmap is not allowed without setting discard operation to unmap"
+                }
+                false => {
+                    "--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without"
+                }
+            });
         }
         self.block_sizes.sizes().unwrap_or_else(|why| refuse(&format!("--{why}")));
         self.hold.on_full().unwrap_or_else(|why| refuse(&format!("--{why}")));
@@ -666,7 +673,7 @@ impl Arguments {
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.references.paths(),
-            allow_remote: self.references.allows_remote(),
+            allow_remote: self.references.allow.allow_remote,
             no_references: self.references.no_references,
             without_backing: self.backing_use == BackingUse::LeftOut,
             key_files: keys.keys,

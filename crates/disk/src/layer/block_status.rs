@@ -25,9 +25,9 @@ const MAX_RUNS: usize = 4096;
 pub enum BlockStatus {
     /// Space is allocated and holds data.
     Data,
-    /// No space is allocated; reads as zeros.
+    /// No space is allocated, or the image says that the range is zeros; reads as zeros.
     Hole,
-    /// Space is allocated; reads as zeros.
+    /// The image has a place for the range, and the host has a hole there; reads as zeros.
     Zero,
 }
 

@@ -130,7 +130,7 @@ impl Chain {
             let what = format!("names '{name}' on another server as its backing file");
             return Err(Error::new(ErrorKind::InvalidInput, what)
                 .on(last)
-                .hint("if you trust the maker of the image, allow it: --allow-remote (callers of QEMU's tools: BLOCKHOUSE_ALLOW_REMOTE=1 in the environment, and -f)"));
+                .hint("if you trust the maker of the image, allow it: --allow-remote (callers of qemu-img: BLOCKHOUSE_ALLOW_REMOTE=1 in the environment, and -f)"));
         }
         let Some(format) = &backing.format else {
             let what = format!("does not say which format its backing file '{name}' has");

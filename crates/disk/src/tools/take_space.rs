@@ -15,7 +15,7 @@ const RESERVE_SIZE: u64 = 1 << 30;
 
 /// Allocates the space of `range`, which reads as zeros before and after: in a qcow2 image each of
 /// its clusters then has a host offset. Durable with the next flush. No other request may be in
-/// flight there. `SpaceMode::Tables` is for images with tables.
+/// flight there. With `SpaceMode::Tables`, for images that have tables, the clusters are holes.
 ///
 /// # Errors
 /// `NoSpace`, `ReadOnly` or `PastEnd`; `Unsupported` if the host cannot allocate space, and zeros

@@ -58,7 +58,7 @@ impl<S: Storage> Writer<S> {
         match mode {
             SpaceMode::Full => Ok(capabilities.prepare_zeroes == Offload::Available),
             _ if capabilities.write_zeroes == Offload::Available => Ok(true),
-            _ => Err(self.cannot_set_aside()),
+            _ => Err(self.cannot_set_aside(mode)),
         }
     }
 
@@ -76,12 +76,15 @@ impl<S: Storage> Writer<S> {
             let unmap = if is_hole { Unmap::Allowed } else { Unmap::Forbidden };
             data.write_data_zeroes(place, unmap).await
         } else {
-            Err(self.cannot_set_aside())
+            Err(self.cannot_set_aside(mode))
         }
     }
 
-    fn cannot_set_aside(&self) -> Error {
-        let what = "the storage cannot set space aside";
+    fn cannot_set_aside(&self, mode: SpaceMode) -> Error {
+        let what = match mode {
+            SpaceMode::Tables => "the storage has no holes that read as zeros",
+            _ => "the storage cannot set space aside",
+        };
         Error::new(ErrorKind::Unsupported, what).on(self.layer.name())
     }
 }

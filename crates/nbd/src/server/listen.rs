@@ -262,19 +262,16 @@ fn permit(file: &SocketFile, permissions: SocketPermissions) -> Result<()> {
     }
 }
 
-/// Removes the socket of a dead server at `path`, or an empty file: scripts that let `mktemp`
-/// choose the path leave one there.
+/// Removes the socket of a dead server at `path`.
 fn remove_stale_socket(path: &Path, name: &str) -> Result<()> {
     let in_use = |hint: &'static str| {
         let error = IoError::from(Errno::ADDRINUSE);
         Err(Error::host("cannot listen", error).on(name).hint(hint))
     };
-    let found = fs::symlink_metadata(path).ok();
-    let is_empty_file = found.as_ref().is_some_and(|file| file.is_file() && file.len() == 0);
-    if !is_empty_file && !found.is_some_and(|file| file.file_type().is_socket()) {
+    if !fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket()) {
         return in_use("there is a file that is no socket; choose another path");
     }
-    if !is_empty_file && is_listening(path) {
+    if is_listening(path) {
         return in_use("a running server listens there; choose another path");
     }
     let cannot = |error| Error::host("cannot remove the socket of a dead server", error).on(name);
