@@ -56,11 +56,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         if called_as::is_qemu_img() && !image.is_json() && parts.iter().any(is_compressed) {
             bail!("File contains external, encrypted or compressed clusters.");
         }
-        let start = arguments.start_offset;
-        anyhow::Ok(match image.is_json() {
-            true if parts.is_empty() && called_as::is_qemu_img() => of_no_byte(start),
-            true => as_json(&parts, &disk),
-            false => as_text(&parts, &disk),
+        anyhow::Ok(if !image.is_json() {
+            as_text(&parts, &disk)
+        } else if parts.is_empty() && called_as::is_qemu_img() {
+            empty_as_json(arguments.start_offset)
+        } else {
+            as_json(&parts, &disk)
         })
     })?;
     output::print(&text)
@@ -172,8 +173,8 @@ fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
     format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
 }
 
-/// What qemu-img says of a range at `start` that has no byte of the disk.
-fn of_no_byte(start: u64) -> String {
+/// The map of a range at `start` that has no byte of the disk, as qemu-img prints it.
+fn empty_as_json(start: u64) -> String {
     format!(
         "[{{ \"start\": {start}, \"length\": 0, \"depth\": 0, \"present\": false, \"zero\": false, \
          \"data\": false, \"compressed\": false}}]"

@@ -63,7 +63,7 @@ fn of_name(name: &str, names: &str) -> Option<String> {
     is_absent.then(|| format!("Invalid parameter '{name}'"))
 }
 
-/// This program's texts for wrong usage, and the texts of qemu-img.
+/// This program's texts for wrong usage, and the texts of QEMU's tools.
 const USAGE: &[(&str, &str)] = &[
     (
         "several sources make one disk, which is no overlay",
@@ -74,6 +74,10 @@ const USAGE: &[(&str, &str)] = &[
     (
         "only qcow2 images have compressed clusters",
         "Compression not supported for this file format",
+    ),
+    (
+        "--detect-zeroes unmap needs --discard unmap",
+        "setting detect-zeroes to unmap is not allowed without setting discard operation to unmap",
     ),
     ("both a source and a target are needed", "Must specify image file name"),
     (
@@ -104,15 +108,12 @@ const OWN: &[&str] = &[
     "Unsupported preallocation mode: ",
 ];
 
-/// The words of qemu-img for wrong usage. Only under its name.
+/// The words of qemu-img and qemu-nbd for wrong usage. Only under their names.
 pub fn of_usage(text: &str) -> Option<&str> {
-    if called_as::is_qemu_nbd() {
-        return OWN.iter().any(|own| text.contains(own)).then_some(text);
-    }
-    let mut words = USAGE.iter().filter(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs);
-    if !called_as::is_qemu_img() {
+    if !called_as::is_qemu_img() && !called_as::is_qemu_nbd() {
         return None;
     }
+    let mut words = USAGE.iter().filter(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs);
     if OWN.iter().any(|own| text.contains(own)) {
         return Some(text);
     }

@@ -40,15 +40,16 @@ pub async fn preallocate<S: Storage>(
         SpaceMode::Falloc => (range, RESERVE_SIZE),
         SpaceMode::Full => (prepare(storage, range, progress).await?, WRITE_SIZE),
     };
-    let mut zeros = Buffer::new(range.length().min(WRITE_SIZE) as usize);
+    let is_sent = mode == SpaceMode::Full;
+    let mut zeros = Buffer::new(if is_sent { range.length().min(size) as usize } else { 0 });
     let mut rest = range;
     while !rest.is_empty() {
         let chunk = rest.truncate(size);
-        if mode == SpaceMode::Falloc {
-            reserve(storage, chunk).await?;
-        } else {
+        if is_sent {
             zeros.set_len(chunk.length() as usize);
             storage.write(chunk.offset(), zeros.lend(), Durability::None).await?;
+        } else {
+            reserve(storage, chunk).await?;
         }
         progress.advance(chunk.length());
         rest = rest.skip(chunk.length());

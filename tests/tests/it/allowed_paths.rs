@@ -245,7 +245,7 @@ fn the_environment_allows_what_the_option_does() {
 fn the_environment_allows_servers_to_images_whose_format_is_given() {
     let scratch = Scratch::new();
     let image = scratch.path("over.qcow2");
-    let base = "nbd+unix:///?socket=/nobody/listens";
+    let base = "nbd+unix:///?socket=/missing/socket";
     let create = ["create", "-u", "-b", base, "-F", "raw", str(&image), "1M"];
     blockhouse_tests::run(Command::new(blockhouse()).args(create)).success();
     let qemu_img = scratch.path("qemu-img");

@@ -202,7 +202,8 @@ fn a_base_that_is_gone_for_long_is_tried_again() {
     let (server, mut control) = remote.serve(&[("--prefetch", "2M")]);
     remote.stop_base();
     // The job pauses after thirty-two failures in a row, or at the end of the disk.
-    let is_told = || server.log().contains("cannot be filled from its backing file");
+    let words = ["cannot be filled from its backing file", " again in "];
+    let is_told = || words.iter().all(|words| server.log().contains(words));
     assert!(eventually(4 * LONG, is_told), "{}", server.log());
     ctl(&remote.scratch, &["job", "stream1", "speed", "0"]).success();
     remote.start_base();

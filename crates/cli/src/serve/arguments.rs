@@ -514,14 +514,7 @@ impl Arguments {
     /// Ends the program if options contradict each other: wrong usage.
     pub(super) fn check(&self) {
         if self.detect_zeroes == DetectZeroes::Unmap && self.discard() == Discard::Ignore {
-            refuse(match called_as::is_qemu_nbd() {
-                true => {
-                    "setting detect-zeroes to unmap is not allowed without setting discard operation to unmap"
-                }
-                false => {
-                    "--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without"
-                }
-            });
+            refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
         }
         self.block_sizes.sizes().unwrap_or_else(|why| refuse(&format!("--{why}")));
         self.hold.on_full().unwrap_or_else(|why| refuse(&format!("--{why}")));

@@ -1,4 +1,5 @@
-//! Allocates space for an unwritten part of a disk, so that writes to it cannot fail with ENOSPC.
+//! Allocates space for an unwritten part of a disk, so that writes to it cannot fail with ENOSPC,
+//! or only the tables for it.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, Request, Result, Storage, ToolProgress,

@@ -19,9 +19,6 @@ use crate::foreign::new_parts::{
 /// Bytes of a block, and of the bitmap of its sectors, which precedes it.
 const BLOCK: u64 = 2 << 20;
 const BITMAP: u64 = SECTOR;
-
-/// Cylinders, heads and sectors of a track of the largest geometry.
-const LARGEST_GEOMETRY: (u16, u8, u8) = (65_535, 16, 255);
 /// Offsets of the table's header, and of the table.
 const HEADER: u64 = 512;
 const TABLE: u64 = 1536;
@@ -82,11 +79,10 @@ impl NewVpc {
 
     fn footer(&self) -> Vec<u8> {
         let is_fixed = self.blocks.is_none();
-        let fitting = geometry(self.size);
-        let (cylinders, heads, track) = fitting;
+        let fitting @ (cylinders, heads, track) = geometry(self.size);
         let sectors = u64::from(cylinders) * u64::from(heads) * u64::from(track);
         let is_whole = sectors * SECTOR == self.size;
-        let (cylinders, heads, track) = if is_whole { fitting } else { LARGEST_GEOMETRY };
+        let (cylinders, heads, track) = if is_whole { fitting } else { geometry(u64::MAX) };
         let time = self.now.as_secs().saturating_sub(EPOCH) as u32;
         let mut bytes = COOKIE.to_vec();
         // The reserved feature bit, which is always set.
