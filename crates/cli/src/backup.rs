@@ -22,10 +22,9 @@ use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_storage::{ImageStorage, Location};
 
-use crate::copy_target::tell_of_sectors;
-use crate::copy_target::without_leaks;
+use crate::copy_target::{check_left, tell_of_sectors, without_leaks};
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, name_format_option};
 use crate::phases::Phases;
 use crate::progress::{Progress, ProgressArgs};
 use crate::side_file_args::SideFileArgs;
@@ -101,19 +100,18 @@ impl Arguments {
         }
         check_new_name(&self.target)?;
         let part = part_of(&self.target);
-        match (exists(&part).await?, self.resume) {
-            (true, false) => bail!(
+        if self.resume {
+            check_left(&part, "backup").await?;
+        } else if exists(&part).await? {
+            bail!(
                 "{}: is left of an earlier command; resume it with --resume, or remove it",
                 part.display()
-            ),
-            (false, true) => {
-                bail!("{}: there is no backup to resume; leave --resume out", part.display())
-            }
-            (true, true) | (false, false) => {}
+            );
         }
         let options = self.open.read_only(self.source_format)?;
         let options = ImageOptions { side_file: self.side_file.side_file(), ..options };
-        let source = open(&self.source, options).await?;
+        let source = open(&self.source, options).await;
+        let source = source.map_err(|error| name_format_option(error, "--source-format"))?;
         tell_of_sectors(&source);
         let source = Arc::new(source);
         let target = match &self.incremental {

@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use blockhouse_core::{Storage, ToolProgress};
 use blockhouse_disk::{
     CheckReport, IfCorrupt, ImageFormat, ImageOptions, PendingChanges, Purpose, format_by_name,
-    open, open_storage, replay_state,
+    open, open_storage, replay_state, warn_of_mark,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with};
@@ -135,6 +135,7 @@ async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome
     let state = options.state.directory().cloned();
     let disk =
         open(&path, arguments.source_cache.apply(options).for_purpose(Purpose::Metadata)).await?;
+    warn_of_mark(&disk).await;
     let pending = state.map_or(Ok(None), |dir| disk.image().pending_changes(&dir))?;
     let format = disk.image().format_name();
     if called_as::is_qemu_img() && format == "vpc" {

@@ -19,7 +19,7 @@ use crate::called_as;
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::json_text;
-use crate::open_args::{OpenArgs, SourceCacheArgs};
+use crate::open_args::{OpenArgs, SourceCacheArgs, name_format_option};
 use crate::output;
 use crate::parallel::{default_threads, run_parallel};
 use crate::progress::{Progress, ProgressArgs};
@@ -38,8 +38,8 @@ const DATA_NOT_READ: u8 = 4;
                         usage, or an image cannot be opened, or the answer cannot be printed, 3 its \
                         map cannot be read, 4 its data cannot be read.")]
 pub struct Arguments {
-    /// The first image's format; left out, the file's name decides (.qcow2, or one of
-    /// docs/formats.md, which are only read; otherwise raw).
+    /// The first image's format; left out, the file's name decides (docs/formats.md; otherwise
+    /// raw).
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// The second image's format; left out, the file's name decides.
@@ -101,7 +101,12 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let opened = event_loop.block_on(async {
         let one = arguments.open(&arguments.one, arguments.format).await?;
-        anyhow::Ok((one, arguments.open(&arguments.other, arguments.other_format).await?))
+        let other = arguments.open(&arguments.other, arguments.other_format).await;
+        let other = other.map_err(|error| match error.downcast() {
+            Ok(error) => name_format_option(error, "--other-format"),
+            Err(error) => error,
+        });
+        anyhow::Ok((one, other?))
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),

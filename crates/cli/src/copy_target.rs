@@ -38,11 +38,10 @@ use crate::progress::Progress;
 /// The formats of a copy.
 #[derive(clap::Args)]
 pub struct CopyFormats {
-    /// The source's format; left out, the file's name decides (.qcow2, or one of docs/formats.md,
-    /// which are only read; otherwise raw).
+    /// The source's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     pub source_format: Option<ImageFormat>,
-    /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The target's format; left out, the file's name decides, as for the source.
     #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     pub format: Option<ImageFormat>,
 }
@@ -78,6 +77,17 @@ pub enum IfThere {
     OverwriteZeros,
     /// An earlier copy is continued.
     Resume,
+}
+
+/// Fails if no earlier command has left the file `part`; `what` is what the command would resume.
+///
+/// # Errors
+/// There is no such file; as [`exists`].
+pub async fn check_left(part: &Path, what: &str) -> Result<()> {
+    if !exists(part).await? {
+        bail!("{}: there is no {what} to resume; leave --resume out", part.display());
+    }
+    Ok(())
 }
 
 /// Returns the unfinished copy of an earlier command. If clusters leaked because that command was
@@ -481,6 +491,7 @@ impl TargetSpec<'_> {
 
     /// The partial copy of an earlier conversion.
     async fn open_partial(&self, part: &Path) -> Result<ImageDisk> {
+        check_left(part, "copy").await?;
         let advice = || format!("{}: cannot be resumed; remove it", part.display());
         let disk = self.open_target(part).await.with_context(advice)?;
         if disk.size() != self.size {

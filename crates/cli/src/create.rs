@@ -99,7 +99,9 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         Some(named) => named.map_err(|why| anyhow!("{}: {why}", image.display()))?.path,
         None => image,
     };
-    let image = behind_links(&image);
+    // The image's other files are found from the folder of the name as given, as they are later.
+    let given = image;
+    let image = behind_links(&given);
     arguments.size = size;
     refuse_own_name(&named, &settings)?;
     if let Some(words) = missing_backing(&named, &settings)
@@ -136,7 +138,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             let options = arguments.qcow2_options(&named, size, settings.clone())?;
             let work = || {
                 let said = (&*named, &settings[..], said);
-                let made = arguments.create_qcow2(&image, options, said, file, &made);
+                let made = arguments.create_qcow2(&given, options, said, file, &made);
                 event_loop.block_on(made)
             };
             shown.beside(|| made.get(), work)
@@ -152,7 +154,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             let mut options = options.unwrap_or_else(|why| wrong_usage_of(&named, &why));
             if let Some(backing) = foreign_options::parent_of(&settings) {
                 let allowed = arguments.allow.allowed_paths()?;
-                let parent = event_loop.block_on(open_backing(&image, &backing, allowed))?;
+                let parent = event_loop.block_on(open_backing(&given, &backing, allowed))?;
                 options.size = size.unwrap_or_else(|| parent.size());
                 options.parent = Some(foreign_create::parent(&parent, &backing)?);
             } else if size.is_none() {
@@ -502,17 +504,18 @@ async fn make_qcow2(
     file: NewFile,
     progress: &ToolProgress,
 ) -> Result<()> {
+    let place = &*behind_links(image);
     // The name is durable from here on. Until the header is written, the file is empty or starts
     // with zeros, so no program treats it as a qcow2 image.
-    create_as(image, 0, ImageFormat::Raw, file).await?;
+    create_as(place, 0, ImageFormat::Raw, file).await?;
     if let Some(DataFile { name, .. }) = &options.data_file {
         note_data_file(image, name);
     }
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
-    let filled = fill_qcow2(image, data_path.as_deref(), options, progress).await;
-    or_removed(image, filled).await?;
-    if called_as::is_qemu_img() && image.is_file() {
-        cut_after_l1(image)
+    let filled = fill_qcow2(place, data_path.as_deref(), options, progress).await;
+    or_removed(place, filled).await?;
+    if called_as::is_qemu_img() && place.is_file() {
+        cut_after_l1(place)
             .with_context(|| format!("{}: cannot set its length", image.display()))?;
     }
     if let Some(backing) = &options.backing {

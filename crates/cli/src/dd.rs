@@ -18,7 +18,7 @@ use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec, copy};
 use crate::create::{whole_sectors, wrong_usage};
 use crate::foreign_target::{ForeignTarget, sector_of_copy};
 use crate::image_opts::{ImageOptsArgs, Named};
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, name_format_option};
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
 
@@ -134,7 +134,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let options =
         ImageOptions { locking, backing_use, ..arguments.open.read_image(&source, format, part)? };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let source = event_loop.block_on(open(&source, options))?;
+    let source = event_loop.block_on(open(&source, options));
+    let source = source.map_err(|error| name_format_option(error, "--source-format"))?;
     let part = operands.part_of(source.size()).unwrap_or_else(|| {
         let name = source.name();
         output::tell(&if called_as::is_qemu_img() {

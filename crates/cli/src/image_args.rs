@@ -19,8 +19,7 @@ use crate::output;
 /// The image that is read, and how the result is printed.
 #[derive(clap::Args)]
 pub struct ImageArgs {
-    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md,
-    /// which are only read; otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     #[command(flatten)]

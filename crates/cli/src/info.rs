@@ -10,7 +10,7 @@ use blockhouse_daemon::control::Listed;
 use blockhouse_daemon::qcow2_words::qcow2_data;
 use blockhouse_disk::{
     Backing, Bitmap, CacheMode, DataFile, Features, FilePart, ImageDisk, ImageOptions, Locking,
-    PendingChanges, Purpose, StateDir, StateUse, open, plain_backing,
+    PendingChanges, Purpose, StateUse, open, plain_backing, warn_of_mark,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::Switch;
@@ -86,7 +86,7 @@ struct Facts {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let (image, options) = arguments.image.read_only()?;
-    let state = options.state.directory().cloned();
+    let state = options.state.clone();
     // The image is opened with direct I/O, as a server opens it.
     let options = ImageOptions {
         cache: CacheMode::None,
@@ -101,9 +101,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     } else {
         vec![(image, options)]
     };
-    let facts = chain
-        .into_iter()
-        .map(|(image, options)| facts_of(&mut event_loop, image, options, state.as_ref()));
+    let facts =
+        chain.into_iter().map(|(image, options)| facts_of(&mut event_loop, image, options, &state));
     let mut facts = facts.collect::<Result<Vec<_>>>()?;
     if let (Some(name), Some(first)) = (arguments.image.json_name(), facts.first_mut())
         && called_as::is_qemu_img()
@@ -158,11 +157,13 @@ fn facts_of(
     event_loop: &mut EventLoop,
     image: PathBuf,
     options: ImageOptions,
-    state: Option<&StateDir>,
+    state: &StateUse,
 ) -> Result<Facts> {
     let follows = !options.allowed_paths.are_only();
     let part = options.part;
     let disk = event_loop.block_on(open_as_served(&image, options))?;
+    event_loop.block_on(warn_of_mark(&disk));
+    disk.image().warn_of_state_elsewhere(state);
     let is_file = disk.image().file().is_some() || part.is_some();
     let actual_size = if is_file {
         Some(blocks_of(&image)? * 512 + disk.image().query_extents_allocated()?)
@@ -189,7 +190,7 @@ fn facts_of(
         encryption: event_loop.block_on(disk.image().read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
-        pending: state.map_or(Ok(None), |dir| disk.image().pending_changes(dir))?,
+        pending: state.directory().map_or(Ok(None), |dir| disk.image().pending_changes(dir))?,
         bitmaps: told(event_loop.block_on(disk.bitmaps().list())),
         snapshots: told(event_loop.block_on(disk.snapshots().list()))
             .iter()

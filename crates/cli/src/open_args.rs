@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use blockhouse_config::server::StateSetup;
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, FilePart, ImageFormat, ImageOptions, KeyFiles, Locking,
@@ -348,6 +348,18 @@ impl OpenArgs {
             StateSetup::Dir(path) => StateUse::Replay(Some(StateDir::open(&path)?)),
             StateSetup::Usual => StateUse::Replay(StateDir::find_default()),
         })
+    }
+}
+
+/// The error of opening an image whose format is said by `option`: hints of the error name
+/// `--format`, which is of another image there. An error for QEMU's users stays as it is, because
+/// their words replace it.
+pub fn name_format_option(error: blockhouse_core::Error, option: &str) -> anyhow::Error {
+    let text = error.to_string();
+    if called_as::tool().is_none() && text.contains("--format ") {
+        anyhow!(text.replace("--format ", &format!("{option} ")))
+    } else {
+        error.into()
     }
 }
 

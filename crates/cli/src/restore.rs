@@ -14,7 +14,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::copy_target::{CopyFormats, How, IfThere, Target, TargetSpec, copy};
 use crate::create::wrong_usage;
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, name_format_option};
 use crate::parallel::{default_threads, run_parallel};
 use crate::progress::{Progress, ProgressArgs};
 
@@ -51,7 +51,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let source = Arc::new(event_loop.block_on(open(&arguments.source, arguments.source()?))?);
+    let source = event_loop.block_on(open(&arguments.source, arguments.source()?));
+    let source = source.map_err(|error| name_format_option(error, "--source-format"))?;
+    let source = Arc::new(source);
     let if_there = match (arguments.force, arguments.resume) {
         (true, _) => IfThere::Replace,
         (false, true) => IfThere::Resume,

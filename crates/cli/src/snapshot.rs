@@ -10,6 +10,7 @@ use blockhouse_disk::{Access, ImageDisk, ImageFormat, ImageOptions, Purpose, for
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::Location;
 
+use crate::called_as;
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
@@ -193,11 +194,12 @@ async fn run_closed(action: Action) -> Result<()> {
         }
         Action::Apply { image, name } => {
             let disk = open_to_change(&image).await?;
-            disk.snapshots().apply(&name).await?;
+            disk.snapshots().apply(&applied_by_qemu(&disk, name).await?).await?;
             Ok(disk.close().await?)
         }
         Action::Delete { image, name } => {
             let disk = open_to_change(&image).await?;
+            check_deleted_by_qemu(&disk, &name).await?;
             disk.snapshots().delete(&name).await?;
             Ok(disk.close().await?)
         }
@@ -207,6 +209,26 @@ async fn run_closed(action: Action) -> Result<()> {
             Ok(disk.close().await?)
         }
     }
+}
+
+/// The name of the snapshot that -a applies: under the name qemu-img an id precedes a name.
+async fn applied_by_qemu(disk: &ImageDisk, name: String) -> Result<String> {
+    if !called_as::is_qemu_img() {
+        return Ok(name);
+    }
+    let listed = disk.snapshots().list().await?;
+    let by_id = listed.into_iter().find(|snapshot| snapshot.id == name);
+    Ok(by_id.map_or(name, |snapshot| snapshot.name))
+}
+
+/// Refuses a name that is only a snapshot's id: under the name qemu-img, -d takes names alone.
+async fn check_deleted_by_qemu(disk: &ImageDisk, name: &str) -> Result<()> {
+    if called_as::is_qemu_img()
+        && !disk.snapshots().list().await?.iter().any(|snapshot| snapshot.name == name)
+    {
+        bail!("{}: has no snapshot '{name}'", disk.name());
+    }
+    Ok(())
 }
 
 /// Runs an action on the server that has the image open.

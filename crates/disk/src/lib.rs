@@ -122,7 +122,7 @@ pub use tools::{
     AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, LayerCommit, MARK_BYTES,
     NewImage, RangeCopy, STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked,
     commit_overlay, copy_stream, first_status_difference, mark_incomplete, prepare_rebase,
-    rename_data_file, set_backing_file, take_space,
+    rename_data_file, set_backing_file, take_space, warn_of_mark,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::{BackedRange, CompressResult};

@@ -7,11 +7,13 @@ use blockhouse_tests::nbd::Client;
 use blockhouse_tests::pki::psk_file;
 use blockhouse_tests::upgrade::upgrade_in_the_end;
 use blockhouse_tests::{
-    Scratch, Serve, Server, eventually, image_tool::str, need, require, run, tool,
+    Scratch, Serve, Server, eventually, image_tool::str, nbd_uri, need, require, run, tool,
 };
 use rustix::process::Signal;
 use serde_json::json;
 use std::time::Duration;
+
+use crate::jobs::{ctl, wait_for};
 
 const MIB: u64 = 1 << 20;
 
@@ -120,6 +122,90 @@ fn a_reload_changes_limits_and_moves_exports() {
     assert_eq!(done["failed"], json!([]), "{done}");
     assert_eq!(open(&scratch, "a.img").read(0, 512), Ok(vec![7; 512]));
     assert_eq!(open(&scratch, "c").read(0, 512), Ok(vec![0; 512]));
+    server.stop();
+}
+
+/// A disk with a backup or a job cannot be closed: the first reload after its end closes it.
+#[test]
+fn a_disk_in_use_is_changed_by_a_later_reload() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let [a, b] = ["a.img", "b.qcow2"].map(|name| disk(&scratch, name, ""));
+    write(&config, &[table.clone(), a, b]);
+    let server = start(&scratch, &config, 2);
+    let mut control = Control::connect(&scratch.socket("control"));
+    let export = nbd_uri("", scratch.socket("backup"));
+    control.get("backup.begin", json!({ "disks": ["a.img"], "backup": "k", "export": export }));
+    let target = scratch.path("copy.qcow2");
+    let mirror = json!({ "kind": "mirror", "disk": "b.qcow2", "job": "m", "target": target });
+    control.get("job.start", mirror);
+    let mut clients = ["a.img", "b.qcow2"].map(|name| open(&scratch, name));
+    write(&config, &[table, disk(&scratch, "a.img", "read-only = true")]);
+    for _ in 0..2 {
+        let outcome = ctl(&scratch, &["reload"]).failure("changes failed: 2");
+        let lines: Vec<_> = outcome.stdout.lines().collect();
+        assert_eq!(lines.len(), 2, "{}", outcome.stdout);
+        assert!(lines[0].starts_with(r#"failed: a.img: the backup "k" uses"#), "{}", lines[0]);
+        assert!(lines[1].starts_with(r#"failed: b.qcow2: the job "m" works"#), "{}", lines[1]);
+    }
+    for client in &mut clients {
+        assert_eq!(client.write(0, &[7; 512], 0), 0);
+    }
+    control.get("backup.end", json!({ "backup": "k" }));
+    control.get("job.cancel", json!({ "job": "m" }));
+    wait_for(&mut control, "m", "cancelled");
+    let done = control.get("server.reload", json!({}));
+    assert_eq!((&done["opened"], &done["closed"]), (&json!(["a.img"]), &json!(["b.qcow2"])));
+    assert_eq!(done["failed"], json!([]));
+    assert!(open(&scratch, "a.img").flags() & 2 != 0, "it is read-only now");
+    assert_eq!(names(&mut control), ["a.img"]);
+    server.stop();
+}
+
+#[test]
+fn a_disk_goes_on_with_its_old_options_if_the_new_ones_fail() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let a = |more: &str| disk(&scratch, "a.qcow2", more);
+    let without_create = |more: &str| a(more).replace("create = \"1M\"\n", "");
+    write(&config, &[table.clone(), a("")]);
+    let server = start(&scratch, &config, 1);
+    let mut control = Control::connect(&scratch.socket("control"));
+    let other = nbd_uri("other", scratch.socket("nbd"));
+    let added = json!({ "disk": "a.qcow2", "export": other, "read-only": true });
+    control.get("export.add", added);
+    assert_eq!(open(&scratch, "a.qcow2").write(0, &[7; 512], 0), 0);
+    for wrong in [
+        a("bitmaps = [\"nope\"]"),
+        without_create("snapshot = \"nope\""),
+        a("format = \"vhdx\""),
+        a("cache = \"writeback\"").replace("\"1M\"", "\"2M\""),
+    ] {
+        write(&config, &[table.clone(), wrong]);
+        let outcome = ctl(&scratch, &["reload"]).failure("; it goes on with the old options\n");
+        assert_eq!(outcome.status.code(), Some(1));
+        let said = &outcome.stdout;
+        assert!(said.starts_with("failed: a.qcow2: ") && said.lines().count() == 1, "{said}");
+        assert!(!said.contains('\\'), "{said}");
+        assert_eq!(names(&mut control), ["a.qcow2"]);
+        let mut client = open(&scratch, "a.qcow2");
+        assert_eq!(client.read(0, 512), Ok(vec![7; 512]));
+        assert_eq!(client.write(0, &[7; 512], 0), 0);
+        assert!(open(&scratch, "other").flags() & 2 != 0, "its export is as read-only as before");
+    }
+    // The disk is open as the first file says.
+    let mut stays = open(&scratch, "a.qcow2");
+    write(&config, &[table.clone(), a("")]);
+    assert_eq!(ctl(&scratch, &["reload"]).success().stdout, "");
+    assert_eq!(stays.read(0, 512), Ok(vec![7; 512]));
+    write(&config, &[table.clone(), a("cache = \"writeback\"")]);
+    assert_eq!(ctl(&scratch, &["reload"]).success().stdout, "opened: a.qcow2\n");
+    // Both openings fail.
+    std::fs::remove_file(scratch.path("a.qcow2")).expect("an image");
+    write(&config, &[table.clone(), without_create("read-only = true")]);
+    ctl(&scratch, &["reload"]).failure("cannot be opened with the old options either");
+    write(&config, &[table, a("")]);
+    assert_eq!(ctl(&scratch, &["reload"]).success().stdout, "opened: a.qcow2\n");
     server.stop();
 }
 

@@ -215,6 +215,10 @@ fn compare_finds_the_first_difference_and_has_qemu_imgs_exit_codes() {
     assert_eq!(status(&["compare", str(&raw), "missing.raw"]).0, Some(2));
     let outcome = command(&["compare", str(&raw)]);
     assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("wrong usage"));
+    let wrong = scratch.path("wrong.img");
+    std::fs::copy(&same, &wrong).expect("a copy");
+    command(&["compare", str(&wrong), str(&raw)]).failure("say --format qcow2");
+    command(&["compare", str(&raw), str(&wrong)]).failure("say --other-format qcow2");
 }
 
 #[test]
@@ -274,7 +278,11 @@ fn bad_requests_are_refused_in_one_line_and_leave_nothing() {
             1,
             "no backing file",
         ),
-        (&[&to_raw[..], &["--resume", raw, target_name]].concat(), 1, "target.img.part"),
+        (
+            &[&to_raw[..], &["--resume", raw, target_name]].concat(),
+            1,
+            "target.img.part: there is no copy to resume",
+        ),
         (&[&to_raw[..], &[looks.str(), target_name]].concat(), 1, "--source-format"),
         (&[&to_raw[..], &["-f", "qcow2", raw, target_name]].concat(), 1, "qcow2"),
         (&[&to_raw[..], &[raw, "/missing/target.img"]].concat(), 1, "/missing/target.img"),

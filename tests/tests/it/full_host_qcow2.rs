@@ -15,6 +15,8 @@ use blockhouse_tests::{
 use rustix::process::Signal;
 use serde_json::json;
 
+use crate::jobs::ctl;
+
 const MIB: u64 = 1 << 20;
 /// The space of the file system.
 const ROOM: u64 = 16 * MIB;
@@ -241,8 +243,11 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     assert_eq!(list[1]["inconsistent"], true, "{list}");
     assert!(list[1]["lacks-changes-since"].as_u64().is_some_and(|since| since > 0), "{list}");
     let uri = nbd_uri("", scratch.socket("backup"));
-    let begin = json!({ "disks": ["disk.qcow2"], "export": uri, "since": "fine" });
+    let begin = json!({ "disks": ["disk.qcow2"], "export": &uri, "since": "fine" });
     control.refused("backup.begin", begin, -32001, &["lacks changes", "full backup"]);
+    let begin = ["backup", "begin", "disk.qcow2", "--since", "fine", "--export", &uri];
+    let outcome = ctl(&scratch, &begin).failure("lacks changes");
+    assert_eq!(outcome.status.code(), Some(3), "{}", outcome.stderr);
     client.disconnect();
     server.stop();
     for name in ["ballast", "more"] {

@@ -223,6 +223,31 @@ fn what_cannot_be_checked_has_an_exit_status_of_its_own() {
 }
 
 #[test]
+fn info_and_check_warn_of_a_mirror_that_is_not_complete() {
+    const MARK: &[u8] = b"blockhouse: mirror not complete\nthe disk is to become a mirror of x\n";
+    let scratch = Scratch::new();
+    let mut bytes = vec![0; 1 << 20];
+    bytes[..MARK.len()].fill(7);
+    let raw = scratch.image_of("disk.img", &bytes);
+    let qcow2 = scratch.path("disk.qcow2");
+    command(&["convert", raw.str(), str(&qcow2)]).success();
+    for image in [raw.path(), &qcow2] {
+        let mut bytes = std::fs::read(image).expect("the image");
+        let start = bytes.windows(MARK.len()).position(|found| found.iter().all(|byte| *byte == 7));
+        bytes[start.expect("the data")..][..MARK.len()].copy_from_slice(MARK);
+        std::fs::write(image, bytes).expect("it is marked");
+        let refusal = command(&["map", str(image)]).failure("a mirror that was not completed");
+        let words = refusal.stderr.trim_start_matches("blockhouse: ");
+        for what in ["info", "check"] {
+            let said = command(&[what, str(image)]).stderr;
+            assert!(said.contains(words), "{what}: {said}");
+        }
+        command(&["info", "--json", str(image)]).success();
+    }
+    command(&["check", str(&qcow2)]).success();
+}
+
+#[test]
 fn an_image_without_errors_is_said_to_be_one() {
     let scratch = Scratch::new();
     let image = new_image(&scratch, "disk.qcow2", "8M");

@@ -282,6 +282,13 @@ fn only_addresses_of_this_machine_are_served() {
     let address = taken.local_addr().expect("it is bound").to_string();
     let refusal = Serve::new(&scratch, image.path()).option("--metrics", &address).refused();
     refusal.failed(&["--metrics", &address, "in use"]);
+    if std::net::TcpListener::bind("[::1]:0").is_ok() {
+        let serve = Serve::new(&scratch, image.path()).option("--metrics", "[::1]:0");
+        let server = serve.flag("-v").start();
+        let is_told = || server.log().contains("http://[::1]:");
+        assert!(eventually(LIMIT, is_told), "{}", server.log());
+        server.stop();
+    }
 }
 
 #[test]

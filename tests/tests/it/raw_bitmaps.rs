@@ -286,6 +286,11 @@ fn a_side_file_of_another_user_is_refused() {
     std::fs::rename(side_file(&image), &kept).expect("the same folder");
     std::os::unix::fs::symlink(&kept, side_file(&image)).expect("a link");
     command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
+    for _ in 0..2 {
+        command(&["bitmap", "add", str(&image), "new"]).failure("is no regular file");
+        // The link may also lead nowhere.
+        let _ = std::fs::remove_file(&kept);
+    }
 }
 
 #[test]

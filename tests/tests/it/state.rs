@@ -256,8 +256,10 @@ fn commands_leave_an_image_alone_whose_state_may_be_elsewhere() {
         }
     }
     assert!(fs::read(&victim.image).expect("the image") == before, "nothing is changed");
-    let said = command(&["check", image]).success().stderr;
-    assert!(said.contains("may be missing"), "{said}");
+    for words in [&["check", image][..], &["info", image], &["info", "--json", image]] {
+        let said = command(words).success().stderr;
+        assert!(said.contains("may be missing"), "{said}");
+    }
     let copy = victim.scratch.path("copy.img");
     for words in [&["map", image][..], &["convert", image, str(&copy)]] {
         command(words).failure("--state directory of that server");
@@ -265,7 +267,9 @@ fn commands_leave_an_image_alone_whose_state_may_be_elsewhere() {
     let words = ["resize", image, "128M", "--state", str(&state)];
     let said = command(&words).success().stderr;
     assert!(said.contains("changes are in the image now"), "{said}");
-    assert_eq!(command(&["check", image]).success().stderr, "", "closed in order");
+    for what in ["check", "info"] {
+        assert_eq!(command(&[what, image]).success().stderr, "", "closed in order");
+    }
     victim.kill(victim.serve().start());
     let said = command(&["resize", image, "160M", "--state", "off"]).success().stderr;
     assert!(said.contains("may be missing"), "that was wanted: {said}");

@@ -3,9 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use blockhouse_config::size;
-use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
     CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links, open,
 };
@@ -16,7 +15,7 @@ use crate::create::{chosen_encryption, wrong_usage};
 use crate::create_options::{self, Settings};
 use crate::create_setting::Setting;
 use crate::image_opts::{ImageOptsArgs, Named};
-use crate::open_args::{OpenArgs, SourceCacheArgs};
+use crate::open_args::{OpenArgs, SourceCacheArgs, name_format_option};
 use crate::progress::ProgressArgs;
 use crate::rate::RateArgs;
 
@@ -289,12 +288,6 @@ async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> 
         ImageOptions { locking, backing_use, ..arguments.open.read_image(&path, format, part)? };
     let options = arguments.source_cache.apply(options);
     let opened = open(&path, options.at_snapshot(snapshot.as_deref())).await;
-    opened.map_err(|error| match error.kind() {
-        // With a snapshot, the cause may be that the snapshot does not exist, and not the format.
-        ErrorKind::InvalidInput if format.is_none() && snapshot.is_none() => {
-            // In `convert`, --format is the format of the target.
-            anyhow!(error.to_string().replace("--format ", "--source-format "))
-        }
-        _ => error.into(),
-    })
+    // In `convert`, --format is the format of the target.
+    opened.map_err(|error| name_format_option(error, "--source-format"))
 }

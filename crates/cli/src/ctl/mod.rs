@@ -11,7 +11,7 @@ mod tables;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use backup::BackupAction;
 use bitmap::BitmapAction;
 use blockhouse_config::limits::LimitsConfig;
@@ -401,7 +401,14 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let result = server.call(&method, params);
     let result = result.map_err(|error| if is_call { error } else { in_words_of_people(error) })?;
     let text = if json || is_call { format!("{result:#}") } else { tables::show(&method, &result) };
-    if text.is_empty() { Ok(()) } else { output::print(&text) }
+    if !text.is_empty() {
+        output::print(&text)?;
+    }
+    let failed = result["failed"].as_array().map_or(0, Vec::len);
+    if method == "server.reload" && !is_call && failed > 0 {
+        bail!("changes failed: {failed}; all others were made");
+    }
+    Ok(())
 }
 
 /// The server's error, with the names of `ctl` commands in place of the names of methods.
@@ -415,9 +422,11 @@ fn in_words_of_people(error: anyhow::Error) -> anyhow::Error {
         ("'bitmap.list'", "'ctl SOCKET bitmap list DISK'"),
         ("'server.version'", "'ctl SOCKET version'"),
     ];
-    let Some(RpcError { message, .. }) = error.downcast_ref() else { return error };
+    let Some(RpcError { code, message }) = error.downcast_ref() else { return error };
     let replace = |text: String, (method, words): &(&str, &str)| text.replace(method, words);
-    anyhow::Error::msg(WORDS.iter().fold(message.clone(), replace))
+    let message = WORDS.iter().fold(message.clone(), replace);
+    // The code decides the exit status.
+    RpcError { code: *code, message }.into()
 }
 
 /// Prints events until the server ends.

@@ -31,7 +31,8 @@ pub fn show(method: &str, result: &Value) -> String {
             let held = held.filter(|disk| !disk["held"].is_null());
             let held = held.map(|disk| {
                 let (disk, count) = (text(&disk["disk"]), text(&disk["held"]));
-                format!("{disk}: {count} requests wait for room on the host")
+                let wait = if count == "1" { "request waits" } else { "requests wait" };
+                format!("{disk}: {count} {wait} for room on the host")
             });
             let disks = table(["DISK", "FORMAT", "SIZE", "ACCESS", "PATH"], result, row);
             std::iter::once(disks).chain(waits).chain(held).collect::<Vec<_>>().join("\n")
@@ -235,7 +236,7 @@ pub fn event(event: &Value) -> String {
 fn reloaded(result: &Value) -> String {
     let of = |key: &str| {
         let all = result[key].as_array().into_iter().flatten();
-        all.map(|one| format!("{key}: {}", text(one))).collect::<Vec<_>>()
+        all.map(|one| format!("{key}: {}", message(one))).collect::<Vec<_>>()
     };
     ["opened", "closed", "added", "removed", "limited", "failed"].map(of).concat().join("\n")
 }
@@ -269,6 +270,16 @@ fn text(value: &Value) -> String {
         Value::String(text) => text.escape_debug().to_string(),
         other => other.to_string(),
     }
+}
+
+/// A message as it is, with quotes and backslashes; other characters are escaped as in [`text`].
+fn message(value: &Value) -> String {
+    let letters = value.as_str().unwrap_or_default().chars();
+    let shown = |letter: char| match letter {
+        '\'' | '"' | '\\' => letter.to_string(),
+        _ => letter.escape_debug().to_string(),
+    };
+    letters.map(shown).collect()
 }
 
 fn bytes(value: &Value) -> String {
@@ -323,6 +334,13 @@ mod tests {
         assert!(shown.ends_with("a     nbd   2        nbd://h/  process 7, 192.0.2.1"), "{shown}");
         let shown = show("export.list", &export(&["process 7"; 6]));
         assert!(shown.ends_with("process 7, process 7 and 2 more"), "{shown}");
+    }
+
+    #[test]
+    fn a_reload_is_told_in_plain_words() {
+        let done = json!({ "opened": ["a"], "failed": ["b: the job \"j\" works\u{1b}[2J; 'c'"] });
+        let expected = "opened: a\nfailed: b: the job \"j\" works\\u{1b}[2J; 'c'";
+        assert_eq!(show("server.reload", &done), expected);
     }
 
     #[test]

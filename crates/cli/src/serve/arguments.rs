@@ -140,8 +140,7 @@ pub struct Arguments {
     /// ID, and it continues, requests in flight included. docs/ublk.md has the details.
     #[arg(long, value_name = "ID", num_args = 0..=1, default_missing_value = "any", value_parser = ValueParser::new(str::parse::<UblkId>))]
     pub(super) ublk: Vec<UblkId>,
-    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md,
-    /// which are only read; otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Refuse all writes.

@@ -5,8 +5,8 @@
 //! the loop calls [`renew`] when the kernel has returned, and after an operation that it did
 //! inline, and at most [`MAX_USES`] uses share a reading. The time that a use gets is then too
 //! early by the time that the thread has computed since the reading: some microseconds at most, and
-//! only while the loop has several requests at a time. A lone request gets two readings of its own.
-//! On other threads each use reads the clock.
+//! only while the loop has several requests at a time. A lone request gets two readings of its own,
+//! or one if the kernel is not called for it. On other threads each use reads the clock.
 //!
 //! The loop's own timers, waits and turns of tasks use the same readings. So requests that are
 //! carried out inline, one after the other, take one reading each: the reading at the end of a

@@ -127,6 +127,7 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     let _file = file;
     let hosts = match address {
         Address::Tcp { host, port } => {
+            let host = if host.contains(':') { format!("[{host}]") } else { host };
             tracing::info!(
                 "metrics at http://{host}:{port}/metrics, a page at http://{host}:{port}/"
             );

@@ -1,6 +1,7 @@
 //! Applies a changed configuration, without touching its unchanged parts.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_config::disk::DiskConfig;
@@ -10,8 +11,8 @@ use blockhouse_config::offers::ExportRights;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::Running;
 use super::room::watch_room;
+use super::{Running, RunningDisk, RunningExport};
 use crate::running::claims::Name;
 
 /// The result of a reload of the configuration.
@@ -50,35 +51,59 @@ impl ReloadResult {
     }
 }
 
+/// A disk that a reload has closed.
+struct ClosedDisk {
+    /// The options that open it again, without exports. They make no image, because it exists.
+    setup: DiskConfig,
+    exports: Vec<RunningExport>,
+}
+
 /// Reads the configuration again. Disks that are no longer in it are closed with their exports;
 /// disks with other options are closed and opened again; new ones are opened; exports and limits
-/// are added, changed and removed. Disks and exports that requests have added stay as they are.
+/// are added, changed and removed. Disks and exports that requests have added stay as they are, and
+/// so does a disk that cannot be closed or opened with other options, until a later reload.
 ///
 /// # Errors
 /// The file cannot be read or is invalid. In these cases nothing has changed.
 pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResult> {
     let _claim = running.claims.claim([Name::Configuration]).await;
-    let wanted = known_by_address(running, file::read(path)?.disks);
+    let mut wanted = known_by_address(running, file::read(path)?.disks);
     let before = running.configuration.disks();
     let mut done = ReloadResult::default();
-    for old in before.iter().filter(|old| is_open_as(running, old)) {
-        let new = wanted.iter().find(|new| new.name() == old.name());
-        if new.is_none_or(|new| !new.opens_like(old)) {
-            close_configured(running, old, new.is_some(), &mut done).await;
+    let closed = close_changed(running, &before, &wanted, &mut done).await;
+    // Exports are removed before others are added, so that an export can move to another disk.
+    for new in wanted.iter().filter(|new| is_open_as(running, new)) {
+        if let Some(old) = named(&before, new.name()) {
+            remove_exports(running, old, &new.exports, &mut done).await;
         }
     }
-    // Exports are removed before others are added, so that an export can move to another disk.
-    for old in before.iter().filter(|old| is_open_as(running, old)) {
-        let new = wanted.iter().find(|new| new.name() == old.name());
-        remove_exports(running, old, new.map_or(&[], |new| &new.exports), &mut done).await;
-    }
+    let stays = |old: &DiskConfig| {
+        let new = named(&wanted, old.name());
+        is_open_as(running, old) && new.is_none_or(|new| !is_open_as(running, new))
+    };
     for new in &wanted {
-        let old = before.iter().find(|old| old.name() == new.name());
-        take_over(running, new, old, &mut done).await;
+        let old = named(&before, new.name());
+        match running.disks.find(new.name()) {
+            None => {
+                let closed = closed.iter().find(|closed| closed.setup.name() == new.name());
+                open_configured(running, new, closed, &mut done).await;
+            }
+            Some(_) if old.is_some_and(&stays) => {}
+            Some(open) => take_over(running, &open, new, old, &mut done).await,
+        }
     }
     running.disks.sort_as(wanted.iter().map(DiskConfig::name));
+    // The old options of a disk that stays are recorded, so that the next reload tries again.
+    let staying: Vec<_> = before.into_iter().filter(stays).collect();
+    wanted.retain(|new| named(&staying, new.name()).is_none());
+    wanted.extend(staying);
     running.configuration.set(wanted);
     Ok(done)
+}
+
+/// The disk of this name.
+fn named<'a>(disks: &'a [DiskConfig], name: &str) -> Option<&'a DiskConfig> {
+    disks.iter().find(|disk| disk.name() == name)
 }
 
 /// These disks, with the addresses by which their exports are known when they are served.
@@ -91,37 +116,48 @@ fn known_by_address(running: &Running, mut disks: Vec<DiskConfig>) -> Vec<DiskCo
     disks
 }
 
-/// Whether a disk is open with these options. A request may have closed it or opened another one of
-/// its name.
+/// Whether a disk is open with these options, of which `create` has no effect on an open disk. A
+/// request may have closed it or opened another one of its name.
 fn is_open_as(running: &Running, setup: &DiskConfig) -> bool {
-    running.disks.find(setup.name()).is_some_and(|open| open.setup.opens_like(setup))
+    running.disks.find(setup.name()).is_some_and(|open| {
+        open.setup.opens_like(&DiskConfig { create: open.setup.create, ..setup.clone() })
+    })
 }
 
-async fn close_configured(
+/// Closes the disks that are not wanted, or wanted with other options.
+async fn close_changed(
     running: &Running,
-    old: &DiskConfig,
-    is_reopened: bool,
+    before: &[DiskConfig],
+    wanted: &[DiskConfig],
     done: &mut ReloadResult,
-) {
-    let name = old.name();
-    match running.close(name, true).await {
-        Ok(()) if is_reopened => {}
-        Ok(()) => done.closed.push(name.to_owned()),
-        Err(error) => done.failed.push(format!("{name}: {error:#}")),
+) -> Vec<ClosedDisk> {
+    let mut closed = Vec::new();
+    for old in before.iter().filter(|old| is_open_as(running, old)) {
+        let (name, new) = (old.name(), named(wanted, old.name()));
+        if new.is_some_and(|new| new.opens_like(old)) {
+            continue;
+        }
+        let setup = DiskConfig { create: None, exports: Vec::new(), ..old.clone() };
+        let exports = running.exports.of_disk(name);
+        match running.close(name, true).await {
+            Ok(()) if new.is_none() => done.closed.push(name.to_owned()),
+            Ok(()) => {}
+            Err(error) => done.failed.push(format!("{name}: {error:#}")),
+        }
+        closed.push(ClosedDisk { setup, exports });
     }
+    closed
 }
 
-/// Opens a disk that is not open; adds new exports and limits to a disk that is.
+/// Adds new exports and limits to a disk that is open.
 async fn take_over(
     running: &Running,
+    open: &Arc<RunningDisk>,
     new: &DiskConfig,
     old: Option<&DiskConfig>,
     done: &mut ReloadResult,
 ) {
-    let Some(open) = running.disks.find(new.name()) else {
-        return open_configured(running, new, done).await;
-    };
-    if !open.setup.opens_like(new) {
+    if !is_open_as(running, new) {
         return done.failed.push(format!(
             "{}: a request has opened another disk of this name; close it first",
             open.name()
@@ -132,7 +168,7 @@ async fn take_over(
     let before = old.map_or_else(|| open.limits(), |old| old.limits.clone());
     let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.threshold);
     if new.threshold != before_threshold {
-        watch_room(running, &open, new.threshold);
+        watch_room(running, open, new.threshold);
     }
     if !new.limits.means(&before) {
         match running.limit(open.name(), &new.limits).await {
@@ -142,11 +178,30 @@ async fn take_over(
     }
 }
 
-async fn open_configured(running: &Running, new: &DiskConfig, done: &mut ReloadResult) {
+/// Opens a disk. If this fails, opens it again as it was before this reload closed it.
+async fn open_configured(
+    running: &Running,
+    new: &DiskConfig,
+    closed: Option<&ClosedDisk>,
+    done: &mut ReloadResult,
+) {
     let name = new.name();
-    match running.open_and_serve(new.clone()).await {
-        Ok(_) => done.opened.push(name.to_owned()),
-        Err(error) => done.failed.push(format!("{name}: {error:#}")),
+    let Err(error) = running.open_and_serve(new.clone()).await else {
+        return done.opened.push(name.to_owned());
+    };
+    let Some(closed) = closed else {
+        return done.failed.push(format!("{name}: {error:#}"));
+    };
+    if let Err(second) = running.open_and_serve(closed.setup.clone()).await {
+        let second = format!("{name}: cannot be opened with the old options either: {second:#}");
+        return done.failed.extend([format!("{name}: {error:#}"), second]);
+    }
+    done.failed.push(format!("{name}: {error:#}; it goes on with the old options"));
+    for RunningExport { address, rights, .. } in &closed.exports {
+        // An export that fails does not prevent the others.
+        if let Err(error) = running.add_export(name, address.clone(), *rights, (&[], None)).await {
+            done.failed.push(format!("{name}: {error:#}"));
+        }
     }
 }
 

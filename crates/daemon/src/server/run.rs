@@ -130,7 +130,8 @@ fn begin(
 }
 
 fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
-    setup.server.pid_file.as_deref().map(PidFile::write).transpose()
+    let path = setup.server.pid_file.as_deref();
+    path.map(|path| PidFile::write(path, setup.user)).transpose()
 }
 
 /// Writes the pid file of a storage daemon, after its first commands.

@@ -48,8 +48,8 @@ impl<S: Storage> Disk<S> {
         self.protection.set(true);
     }
 
-    /// Refuses changes of a disk that is read-only.
-    pub(crate) fn check_access(&self, offset: u64) -> Result<()> {
+    /// Refuses changes of a disk that is read-only; `at` is the offset of a request.
+    pub(crate) fn check_writable(&self, at: impl Into<Option<u64>>) -> Result<()> {
         if self.access() == Access::ReadWrite {
             return Ok(());
         }
@@ -58,7 +58,11 @@ impl<S: Storage> Disk<S> {
             None if is_inactive(self) => "the disk is inactive, and is only read".to_owned(),
             None => "the disk is open for reading only".to_owned(),
         };
-        Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).at(offset))
+        let error = Error::new(ErrorKind::ReadOnly, what).on(self.name());
+        Err(match at.into() {
+            Some(offset) => error.at(offset),
+            None => error,
+        })
     }
 }
 

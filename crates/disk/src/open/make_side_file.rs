@@ -118,6 +118,11 @@ async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions
         return Err(error.hint("bitmaps of a raw image need that; use a qcow2 image"));
     }
     let side_file = place_of(image, options);
+    if side_file.symlink_metadata().is_ok() {
+        let what = "is no regular file, so it cannot be the file of bitmaps";
+        let error = Error::new(ErrorKind::InvalidInput, what).on(&side_file.to_string_lossy());
+        return Err(error.hint("remove it, or name another file: --bitmaps FILE"));
+    }
     let part = part_of(&side_file);
     if is_file(&part) {
         remove_created(&part).await;
@@ -196,5 +201,6 @@ async fn fill(
         .map_err(|error| Error::host("cannot set its mode", error).on(storage.name()))?;
     storage.flush(SyncMode::Full).await?;
     storage.close().await?;
-    rename_finished(part, side_file, IfExists::Fail).await
+    // The hint of the failed rename names the part, which is removed after an error.
+    rename_finished(part, side_file, IfExists::Fail).await.map_err(|error| error.hint("try again"))
 }

@@ -119,6 +119,13 @@ impl Buckets {
         each[0].max(each[1])
     }
 
+    /// Whether a request takes from any bucket. A discard takes nothing from those of bytes.
+    pub(super) fn count(&self, cost: Cost) -> bool {
+        indices(cost.direction).into_iter().any(|(operations, bytes)| {
+            self.rates[operations].is_some() || cost.bytes > 0 && self.rates[bytes].is_some()
+        })
+    }
+
     /// Takes the cost of a request.
     pub(super) fn take(&mut self, cost: Cost, now: Nanos) {
         self.change(cost, |bucket, tokens| bucket.take(tokens, now));

@@ -47,6 +47,18 @@ fn four_disks_of_any_depth_share_a_limit_equally_and_exactly() {
 }
 
 #[test]
+fn a_discard_does_not_wait_for_reads_that_wait_for_a_limit_of_bytes() {
+    let lab = Lab::new(RateLimits { bps: rate(1 << 20), ..RateLimits::default() }, 7);
+    let disk = lab.group.join();
+    lab.client((disk, 0), 4, Class::Read, 1 << 20);
+    lab.run(Duration::from_secs(3));
+    assert!(lab.begin((disk, 0), Class::Read, 1).is_some());
+    assert!(lab.begin((disk, 1), Class::Write, 0).is_none());
+    lab.group.set_limits(RateLimits { iops: rate(1), ..lab.group.limits() });
+    assert!(lab.begin((disk, 1), Class::Write, 0).is_some(), "it is an operation");
+}
+
+#[test]
 fn queues_share_what_their_disk_has() {
     let lab = Lab::new(iops(1000), 2);
     let (one, many) = (lab.group.join(), lab.group.join());

@@ -31,7 +31,7 @@ pub async fn commit_overlay<S: Storage>(
     after: AfterCommit,
     progress: &ToolProgress,
 ) -> Result<()> {
-    overlay.check_access(0)?;
+    overlay.check_writable(None)?;
     progress.begin(overlay.size());
     if base.size() < overlay.size() {
         base.resize(overlay.size()).await?;

@@ -40,16 +40,30 @@ pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result
 /// # Errors
 /// `Corrupt`, with advice; errors of looking up the sector.
 pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
+    find_mark(disk).await?.map_or(Ok(()), Err)
+}
+
+/// Warns of a disk that has the mark, in the words of [`check_not_marked`]: for commands that only
+/// inspect an image.
+pub async fn warn_of_mark<S: Storage>(disk: &Disk<S>) {
+    // An error of the look-up is no mark: the command's own work reports it.
+    if let Ok(Some(refusal)) = find_mark(disk).await {
+        tracing::warn!("{refusal}");
+    }
+}
+
+/// The refusal of a disk that has the mark.
+async fn find_mark<S: Storage>(disk: &Disk<S>) -> Result<Option<Error>> {
     let (layer, format) = (disk.image().layer(), disk.format());
     let end = MARK_BYTES.max(layer.block_size()).min(format.end());
     if end < MARK_BYTES {
-        return Ok(());
+        return Ok(None);
     }
     let _guard = format.begin_read();
     let extent = format.map(ByteRange::between(0, end), Intent::Read).await?;
     // The mark is in the image itself, never in compressed form. It is read without counting it as
     // a guest's request, unless it has to be decrypted.
-    let ExtentState::Mapped { host } = extent.state else { return Ok(()) };
+    let ExtentState::Mapped { host } = extent.state else { return Ok(None) };
     let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
     let read = if layer.is_encrypted() {
         layer.read_data(DataPlace { guest: 0, host }, buffer.lend()).await
@@ -57,13 +71,12 @@ pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
         layer.data().storage().read(host, buffer.lend()).await
     };
     if read.is_err() {
-        return Ok(());
+        return Ok(None);
     }
-    let Some(text) = buffer.bytes().strip_prefix(MAGIC) else { return Ok(()) };
+    let Some(text) = buffer.bytes().strip_prefix(MAGIC) else { return Ok(None) };
     let text = String::from_utf8_lossy(&text[..MARK_BYTES as usize - MAGIC.len()]);
     let text = text.trim_end_matches('\0').trim_end().escape_debug();
     let what = format!("a mirror that was not completed: {text}");
-    Err(Error::new(ErrorKind::Corrupt, what)
-        .on(disk.name())
-        .hint("its source is the complete disk: use that, and mirror it again"))
+    let refusal = Error::new(ErrorKind::Corrupt, what).on(disk.name());
+    Ok(Some(refusal.hint("its source is the complete disk: use that, and mirror it again")))
 }

@@ -23,7 +23,7 @@ pub use amend::{amend, rename_data_file};
 pub use commit_overlay::{AfterCommit, commit_overlay};
 pub use compare::{CompareJob, first_status_difference};
 pub use convert::{CopyJob, CopyOptions, CopyProgress, TargetContent};
-pub use incomplete_mark::{MARK_BYTES, check_not_marked, mark_incomplete};
+pub use incomplete_mark::{MARK_BYTES, check_not_marked, mark_incomplete, warn_of_mark};
 pub use layer_commit::LayerCommit;
 pub use new_image::NewImage;
 pub use range_copy::RangeCopy;

@@ -38,6 +38,15 @@ impl StoredImage {
         let process = found.page().owner().process;
         Ok(Some(PendingChanges { changes, process, state_file: found.path() }))
     }
+
+    /// Warns if the image may lack changes because its killed server kept its state elsewhere than
+    /// where `uses` looks. Beside [`pending_changes`](Self::pending_changes), for a command that
+    /// reports those itself.
+    pub fn warn_of_state_elsewhere(&self, uses: &StateUse) {
+        if !matches!(uses, StateUse::Off) {
+            warn_of_possible(self, uses);
+        }
+    }
 }
 
 /// Fails for a read-only image that lacks acknowledged changes of its server. For a tool it also

@@ -125,13 +125,10 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// The entry of a discarded cluster: it must not expose the backing file's data.
+    /// The entry of a discarded cluster: it must not expose the data of a backing file, also of one
+    /// that the image gets later.
     pub(super) fn discarded_entry(&self) -> Entry {
-        if self.tables.geometry().version >= 3 && self.has_backing() {
-            Entry::ZERO
-        } else {
-            Entry::UNALLOCATED
-        }
+        if self.tables.geometry().version >= 3 { Entry::ZERO } else { Entry::UNALLOCATED }
     }
 
     /// Aborts the change of an extent whose data was not written.

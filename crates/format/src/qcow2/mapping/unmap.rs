@@ -17,6 +17,7 @@ use super::{Mapper, noop_extent};
 impl Mapper<'_> {
     /// Maps the first bytes of `range` for a zero write, by a change of entries if possible.
     pub(super) fn map_zero_by_entries(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
+        let has_zero_flag = self.tables.geometry().version >= 3;
         let Some(clusters) = self.whole_clusters(range) else {
             let keep = unmap == Unmap::Forbidden;
             let first = self.first_subclusters(range);
@@ -28,11 +29,18 @@ impl Mapper<'_> {
             // Subclusters can be smaller than the storage's blocks, so the extent must be all of
             // `first`.
             return match read.state {
+                // All of the cluster reads as zeros, so it is marked as a whole.
+                ExtentState::Hole
+                    if read.guest == first && has_zero_flag && !self.has_backing() =>
+                {
+                    let cluster = self.tables.geometry().cluster_of(first.offset());
+                    let (clusters, change) = (cluster..cluster + 1, Change::Zero { keep });
+                    self.prepare_unmapping(first, clusters, change, |old| old == Entry::UNALLOCATED)
+                }
                 ExtentState::Zero | ExtentState::Hole if read.guest == first => Ok(read),
                 _ => self.map_write(first),
             };
         };
-        let has_zero_flag = self.tables.geometry().version >= 3;
         let is_backed = self.is_backed(clusters.start);
         let clusters = self.backed_alike(clusters);
         let range = self.tables.geometry().up_to_cluster(range, clusters.end);
@@ -41,9 +49,10 @@ impl Mapper<'_> {
             Unmap::Allowed if !is_backed => Change::Discard,
             _ => return self.map_write(range),
         };
+        // Without a backing file, too: the image may get one later, which must not show through.
         let needs = |entry: Entry| match entry {
             Entry::Standard { host: None, subclusters } => {
-                subclusters != SubclusterBitmap::ZERO && is_backed
+                subclusters != SubclusterBitmap::ZERO && has_zero_flag
             }
             Entry::Standard { subclusters, .. } => {
                 subclusters != SubclusterBitmap::ZERO || unmap == Unmap::Allowed
@@ -148,8 +157,8 @@ impl Mapper<'_> {
         };
         let Entry::Standard { subclusters, .. } = old else { return Ok(None) };
         let mask = subclusters_in(geometry, cluster, part);
-        let is_backed = self.has_backing();
-        let shown = if is_backed { subclusters.zero } else { !subclusters.data };
+        let is_marked = state == SubclusterState::Zero || self.has_backing();
+        let shown = if is_marked { subclusters.zero } else { !subclusters.data };
         if shown & mask == mask {
             return Ok(Some(noop_extent(part)));
         }
