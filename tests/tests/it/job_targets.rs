@@ -49,6 +49,26 @@ fn a_target_that_is_the_disk_itself_is_refused_and_nothing_of_it_is_lost() {
     server.stop();
 }
 
+/// The refused target has no state file left, which would take memory.
+#[test]
+fn a_target_of_another_size_is_refused_without_a_trace() {
+    let (scratch, memory) = (Scratch::new(), Scratch::in_memory());
+    let state = memory.path("state");
+    let (image, target) = ("a.qcow2", scratch.path("b.qcow2"));
+    let [image, _] = [image, "b.qcow2"].map(|name| {
+        let size = if name == image { SIZE } else { SIZE / 2 };
+        new_image(&scratch, name, &size.to_string())
+    });
+    let serve = Serve::new(&scratch, &image).option("--state", &state);
+    let (server, mut control) = serve.start_with_control(&scratch);
+    let files = || std::fs::read_dir(&state).expect("the folder").count();
+    let before = files();
+    let start = json!({ "kind": "mirror", "disk": "a.qcow2", "target": target, "overwrite": true });
+    control.refused("job.start", start, FAILED, &["a mirror is as long as its disk"]);
+    assert_eq!(files(), before);
+    server.stop();
+}
+
 #[test]
 fn snapshots_wait_for_the_end_of_a_mirror_that_would_not_get_them() {
     let scratch = Scratch::new();

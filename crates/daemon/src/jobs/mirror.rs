@@ -47,16 +47,21 @@ pub(crate) async fn start_mirror(
     running.check_free(&setup.disk)?;
     let (target, names) = open_target(running, &source, target).await?;
     let apart = check_apart(&target.disk, &source.disk);
-    if let Err(error) = apart.and_then(|()| source.disk.check_replacement(target.disk.image())) {
-        let created = target.created.clone();
-        drop(target);
-        remove(created.as_deref());
-        return Err(error.into());
-    }
+    let checked = apart.and_then(|()| source.disk.check_replacement(target.disk.image()));
     let taken = names.1.clone().map(|disk| (Arc::clone(running.disks()), disk));
-    let registered =
-        running.jobs().register(setup.name, "mirror", (&setup.disk, &source.disk), names);
-    let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
+    let registered = match checked {
+        Ok(()) => running.jobs().register(setup.name, "mirror", (&setup.disk, &source.disk), names),
+        Err(error) => Err(error.into()),
+    };
+    let (job, handle) = match registered {
+        Ok(registered) => registered,
+        Err(error) => {
+            if taken.is_none() {
+                target.give_up().await;
+            }
+            return Err(error);
+        }
+    };
     job.control.set_speed(setup.speed);
     let mode = setup.mode;
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {

@@ -34,6 +34,16 @@ pub(crate) struct Target {
     pub(crate) created: Option<PathBuf>,
 }
 
+impl Target {
+    /// Closes a target that no job uses, so that it leaves no state file, and removes a file that
+    /// was created for it.
+    pub(crate) async fn give_up(self) {
+        // The caller reports why the target is not used, and it has no changes.
+        let _ = self.disk.close().await;
+        remove(self.created.as_deref());
+    }
+}
+
 impl TargetSetup {
     /// Opens the target for a mirror of the disk with configuration `source` and `size` bytes.
     /// Creates the target first if it is a file that does not exist.
@@ -54,12 +64,19 @@ impl TargetSetup {
             None => ImageFormat::for_new(path).map_err(|why| anyhow::anyhow!(why))?,
         };
         let created = self.create(source, is_remote, format, size).await?;
-        let opened = open_existing(path, format, source, state).await;
-        let checked = opened.and_then(|disk| check(&disk, size).map(|()| Arc::new(disk)));
-        match checked {
-            Ok(disk) => Ok(Target { disk, is_zero: created.is_some(), created }),
+        let disk = match open_existing(path, format, source, state).await {
+            Ok(disk) => Arc::new(disk),
             Err(error) => {
                 remove(created.as_deref());
+                return Err(error);
+            }
+        };
+        let checked = check(&disk, size);
+        let target = Target { disk, is_zero: created.is_some(), created };
+        match checked {
+            Ok(()) => Ok(target),
+            Err(error) => {
+                target.give_up().await;
                 Err(error)
             }
         }

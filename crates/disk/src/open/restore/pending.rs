@@ -82,9 +82,9 @@ pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
         Ok(None) => warn_of_possible(disk, uses),
         Ok(Some(PendingChanges { changes, process, state_file })) => tracing::warn!(
             "{}: {changes} changes are missing that process {process} had answered before it died: they are in \
-             {state_file}, and come into the image when it is served or changed: 'blockhouse check --repair leaks' \
-             does that as well",
-            disk.name()
+             {state_file}, and come into the image when it is served or changed: {} does that as well",
+            disk.name(),
+            repair_command(disk, dir)
         ),
         Err(error) => {
             tracing::warn!("{}: cannot tell whether changes are missing: {error}", disk.name());
@@ -119,7 +119,16 @@ pub(crate) fn refuse_pending(disk: &StoredImage, dir: Option<&StateDir>) -> Resu
         "{changes} changes are missing that process {process} had answered before it died (they are in {state_file})"
     );
     Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()).hint(format!(
-        "bring them to it first: blockhouse check --repair leaks '{}'; --state off continues without them",
-        disk.name()
+        "bring them to it first: {}; --state off continues without them",
+        repair_command(disk, dir)
     )))
+}
+
+/// The command that brings the changes of a state file in `dir` into the image.
+fn repair_command(disk: &StoredImage, dir: Option<&StateDir>) -> String {
+    let is_usual =
+        |dir: &&StateDir| StateDir::default_path().is_ok_and(|usual| usual == dir.path());
+    let named = dir.filter(|dir| !is_usual(dir));
+    let state = named.map(|dir| format!("--state '{}' ", dir.path().display()));
+    format!("blockhouse check --repair leaks {}'{}'", state.unwrap_or_default(), disk.name())
 }
