@@ -104,7 +104,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     let image = behind_links(&given);
     arguments.size = size;
     refuse_own_name(&named, &settings)?;
-    if let Some(words) = missing_backing(&named, &settings)
+    if let Some(words) = missing_backing(&named, &given, &settings)
         && !arguments.only_name
     {
         bail!("{words}");
@@ -239,7 +239,7 @@ impl Arguments {
 }
 
 /// The error for a missing backing file. Only under the name qemu-img.
-fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
+fn missing_backing(named: &Path, image: &Path, settings: &[Setting]) -> Option<String> {
     let name = settings.iter().rev().find_map(|setting| match setting {
         Setting::BackingFile(name) => Some(name),
         _ => None,
@@ -249,7 +249,7 @@ fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
     }
     let path = resolve_relative(image, name.as_bytes());
     (!path.exists()).then(|| {
-        let (image, path) = (image.display(), path.display());
+        let (image, path) = (named.display(), path.display());
         format!(
             "{image}: Could not open '{path}': No such file or directory\nCould not open backing image."
         )

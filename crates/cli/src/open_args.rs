@@ -356,8 +356,8 @@ impl OpenArgs {
 /// their words replace it.
 pub fn name_format_option(error: blockhouse_core::Error, option: &str) -> anyhow::Error {
     let text = error.to_string();
-    if called_as::tool().is_none() && text.contains("--format ") {
-        anyhow!(text.replace("--format ", &format!("{option} ")))
+    if called_as::tool().is_none() && text.contains("say --format ") {
+        anyhow!(text.replace("say --format ", &format!("say {option} ")))
     } else {
         error.into()
     }

@@ -194,13 +194,12 @@ async fn run_closed(action: Action) -> Result<()> {
         }
         Action::Apply { image, name } => {
             let disk = open_to_change(&image).await?;
-            disk.snapshots().apply(&applied_by_qemu(&disk, name).await?).await?;
+            disk.snapshots().apply(&meant(&disk, name, true).await?).await?;
             Ok(disk.close().await?)
         }
         Action::Delete { image, name } => {
             let disk = open_to_change(&image).await?;
-            check_deleted_by_qemu(&disk, &name).await?;
-            disk.snapshots().delete(&name).await?;
+            disk.snapshots().delete(&meant(&disk, name, false).await?).await?;
             Ok(disk.close().await?)
         }
         Action::Rename { image, name, new_name } => {
@@ -211,24 +210,20 @@ async fn run_closed(action: Action) -> Result<()> {
     }
 }
 
-/// The name of the snapshot that -a applies: under the name qemu-img an id precedes a name.
-async fn applied_by_qemu(disk: &ImageDisk, name: String) -> Result<String> {
+/// The snapshot that an action means: under the name qemu-img an id precedes a name for -a, and -d
+/// takes names alone.
+async fn meant(disk: &ImageDisk, name: String, takes_ids: bool) -> Result<String> {
     if !called_as::is_qemu_img() {
         return Ok(name);
     }
     let listed = disk.snapshots().list().await?;
-    let by_id = listed.into_iter().find(|snapshot| snapshot.id == name);
-    Ok(by_id.map_or(name, |snapshot| snapshot.name))
-}
-
-/// Refuses a name that is only a snapshot's id: under the name qemu-img, -d takes names alone.
-async fn check_deleted_by_qemu(disk: &ImageDisk, name: &str) -> Result<()> {
-    if called_as::is_qemu_img()
-        && !disk.snapshots().list().await?.iter().any(|snapshot| snapshot.name == name)
-    {
-        bail!("{}: has no snapshot '{name}'", disk.name());
+    let is_name = listed.iter().any(|snapshot| snapshot.name == name);
+    let by_id = listed.into_iter().find(|snapshot| takes_ids && snapshot.id == name);
+    match by_id {
+        Some(snapshot) if is_name => Ok(snapshot.name),
+        None if !is_name => bail!("{}: has no snapshot '{name}'", disk.name()),
+        _ => Ok(name),
     }
-    Ok(())
 }
 
 /// Runs an action on the server that has the image open.

@@ -268,12 +268,13 @@ impl DiskConfig {
     }
 
     /// Whether a disk opened with this description can stay open for `other`: the two may differ
-    /// only in limits, thresholds and exports.
+    /// only in limits, thresholds, exports, and the size of a new image.
     pub fn opens_like(&self, other: &Self) -> bool {
         let image = |disk: &Self| Self {
             limits: LimitsConfig::default(),
             threshold: None,
             exports: Vec::new(),
+            create: None,
             ..disk.clone()
         };
         image(self) == image(other)

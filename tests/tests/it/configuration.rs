@@ -203,9 +203,51 @@ fn a_disk_goes_on_with_its_old_options_if_the_new_ones_fail() {
     // Both openings fail.
     std::fs::remove_file(scratch.path("a.qcow2")).expect("an image");
     write(&config, &[table.clone(), without_create("read-only = true")]);
-    ctl(&scratch, &["reload"]).failure("cannot be opened with the old options either");
+    ctl(&scratch, &["reload"]).failure("changes failed: 1");
     write(&config, &[table, a("")]);
     assert_eq!(ctl(&scratch, &["reload"]).success().stdout, "opened: a.qcow2\n");
+    server.stop();
+}
+
+/// What requests have set stays, and so does the limit that a group got by the same reload.
+#[test]
+fn a_disk_that_goes_on_keeps_its_limits_and_access() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let group = |iops: u32| format!("[groups.slow]\niops = {iops}\n");
+    let [a, b] = ["a.qcow2", "b.qcow2"].map(|name| disk(&scratch, name, ""));
+    let of_group = disk(&scratch, "c.qcow2", "limits = { group = \"slow\" }");
+    write(&config, &[table.clone(), group(100), a.clone(), b.clone(), of_group.clone()]);
+    let server = start(&scratch, &config, 3);
+    ctl(&scratch, &["limit", "a.qcow2", "iops=77"]).success();
+    ctl(&scratch, &["limit", "b.qcow2", "group=slow"]).success();
+    ctl(&scratch, &["read-only", "a.qcow2"]).success();
+    let wrong = "bitmaps = [\"nope\"]\n";
+    let [a, b] = [a, b].map(|disk| disk + wrong);
+    write(&config, &[table.clone(), group(200), a, b, of_group]);
+    let outcome = ctl(&scratch, &["reload"]).failure("changes failed: 2");
+    assert_eq!(outcome.stdout.matches("it goes on with the old options").count(), 2);
+    let limits = ctl(&scratch, &["limits"]).success().stdout;
+    assert!(limits.contains("iops=77") && limits.matches("iops=200").count() >= 2, "{limits}");
+    let disks = ctl(&scratch, &["disks"]).success().stdout;
+    let first = disks.lines().find(|line| line.starts_with("a.qcow2")).expect("a line");
+    assert!(first.contains("read-only"), "{disks}");
+    server.stop();
+}
+
+#[test]
+fn a_disk_that_was_forked_is_not_closed_for_other_options() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    write(&config, &[table.clone(), disk(&scratch, "a.qcow2", "")]);
+    let server = start(&scratch, &config, 1);
+    let mut client = open(&scratch, "a.qcow2");
+    let overlay = scratch.path("o.qcow2");
+    ctl(&scratch, &["fork", "a.qcow2", "--overlay", str(&overlay)]).success();
+    write(&config, &[table, disk(&scratch, "a.qcow2", "cache = \"writeback\"")]);
+    let outcome = ctl(&scratch, &["reload"]).failure("changes failed: 1");
+    assert!(outcome.stdout.contains("the disk goes on in"), "{}", outcome.stdout);
+    assert_eq!(client.write(0, &[7; 512], 0), 0);
     server.stop();
 }
 

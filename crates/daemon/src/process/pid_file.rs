@@ -3,19 +3,14 @@
 //! Guarantees: the file is complete when the server reports that it is ready. After a hand-over it
 //! has the id of the new process as soon as that process serves. It is removed at the end of the
 //! server, unless another process has written it since.
-//!
-//! A server that becomes another user gives the file to that user: the process that takes over is
-//! that user's, and may be unable to make a file in the folder.
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_config::user_options::UserIds;
 use rustix::fs::OFlags;
-use rustix::process::geteuid;
 
 /// The file while this process serves.
 pub(crate) struct PidFile {
@@ -23,12 +18,11 @@ pub(crate) struct PidFile {
 }
 
 impl PidFile {
-    /// Writes the id of this process, and gives the file to `user`. An existing file is replaced
-    /// atomically; if the folder accepts no new file, a file of this user is overwritten.
+    /// Writes the id of this process. An existing file is replaced atomically.
     ///
     /// # Errors
     /// The kernel's error, with the path.
-    pub(crate) fn write(path: &Path, user: Option<UserIds>) -> Result<Self> {
+    pub(crate) fn write(path: &Path) -> Result<Self> {
         let name = path.display();
         let failed = |error: io::Error| {
             anyhow::anyhow!(
@@ -37,13 +31,16 @@ impl PidFile {
         };
         // The working directory may change later.
         let path = std::path::absolute(path).map_err(failed)?;
-        match replace(&path, user) {
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                // The first error is the one to report.
-                overwrite(&path).map_err(|_| failed(error))?;
-            }
-            replaced => replaced.map_err(failed)?,
+        let new = path.with_added_extension(format!("{}.new", std::process::id()));
+        let mut options = fs::OpenOptions::new();
+        let mut file =
+            options.write(true).create_new(true).mode(0o644).open(&new).map_err(failed)?;
+        let written = file.write_all(number().as_bytes()).and_then(|()| fs::rename(&new, &path));
+        if written.is_err() {
+            // The first error is the one to report.
+            let _ = fs::remove_file(&new);
         }
+        written.map_err(failed)?;
         Ok(Self { path })
     }
 
@@ -62,41 +59,11 @@ impl Drop for PidFile {
     }
 }
 
-/// Makes the file, in the place of an existing one.
-fn replace(path: &Path, user: Option<UserIds>) -> io::Result<()> {
-    let new = path.with_added_extension(format!("{}.new", std::process::id()));
-    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o644).open(&new)?;
-    let user = user.filter(|ids| ids.user != geteuid().as_raw());
-    let given = user.map_or(Ok(()), |ids| fchown(&file, Some(ids.user), Some(ids.group)));
-    let written = given
-        .and_then(|()| file.write_all(number().as_bytes()))
-        .and_then(|()| fs::rename(&new, path));
-    if written.is_err() {
-        // The first error is the one to report.
-        let _ = fs::remove_file(&new);
-    }
-    written
-}
-
-/// Overwrites a file of this user. A reader finds it empty for a moment, but never finds a wrong
-/// number.
-fn overwrite(path: &Path) -> io::Result<()> {
-    let mut file = fs::OpenOptions::new().write(true).custom_flags(PLAIN).open(path)?;
-    let found = file.metadata()?;
-    if !found.is_file() || found.uid() != geteuid().as_raw() {
-        return Err(io::ErrorKind::PermissionDenied.into());
-    }
-    file.set_len(0)?;
-    file.write_all(number().as_bytes())
-}
-
-/// Flags to open a path at which another program may have put anything: a link, a pipe.
-const PLAIN: i32 = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::NOCTTY).bits() as i32;
-
 /// Whether this is a regular file with the id of this process. Another program may have replaced it
 /// by anything: a link, a pipe, an endless file.
 fn has_number(path: &Path) -> io::Result<bool> {
-    let file = fs::OpenOptions::new().read(true).custom_flags(PLAIN).open(path)?;
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
+    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let mut content = Vec::new();
     let is_file = file.metadata()?.is_file();
     file.take(number().len() as u64 + 1).read_to_end(&mut content)?;
@@ -117,17 +84,16 @@ mod tests {
         fs::create_dir(&folder).expect("a folder");
         let path = folder.join("server.pid");
         fs::write(&path, "1\n").expect("an older file");
-        let file = PidFile::write(&path, None).expect("it is replaced");
+        let file = PidFile::write(&path).expect("it is replaced");
         assert_eq!(fs::read_to_string(&path).expect("a file"), number());
         drop(file);
         assert!(!path.exists());
-        let file = PidFile::write(&path, None).expect("a new file");
+        let file = PidFile::write(&path).expect("a new file");
         fs::write(&path, "1\n").expect("another process");
         drop(file);
         assert_eq!(fs::read_to_string(&path).expect("it stays"), "1\n");
         assert_eq!(fs::read_dir(&folder).expect("a folder").count(), 1);
         fs::remove_dir_all(&folder).expect("the folder");
-        let refused = PidFile::write(&path, None);
-        assert!(refused.is_err_and(|error| error.to_string().contains("server.pid")));
+        assert!(PidFile::write(&path).is_err_and(|error| error.to_string().contains("server.pid")));
     }
 }

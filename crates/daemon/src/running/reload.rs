@@ -3,14 +3,17 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::file;
+use blockhouse_config::limits::LimitsConfig;
 use blockhouse_config::offers::ExportRights;
+use blockhouse_disk::Access;
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::disk::Moved;
 use super::room::watch_room;
 use super::{Running, RunningDisk, RunningExport};
 use crate::running::claims::Name;
@@ -51,11 +54,48 @@ impl ReloadResult {
     }
 }
 
-/// A disk that a reload has closed.
+/// A disk that a reload has closed, as it was until then.
 struct ClosedDisk {
-    /// The options that open it again, without exports. They make no image, because it exists.
+    /// The options that open it again, with its limits, and without exports.
     setup: DiskConfig,
+    access: Access,
     exports: Vec<RunningExport>,
+}
+
+impl ClosedDisk {
+    /// The state of an open disk. The image exists, so nothing is created.
+    fn of(running: &Running, open: &RunningDisk) -> Self {
+        let limits = open.limits();
+        let setup = DiskConfig { create: None, exports: Vec::new(), limits, ..open.setup_now() };
+        let exports = running.exports.of_disk(open.name());
+        Self { setup, access: open.disk.access(), exports }
+    }
+
+    /// Opens the disk again, and adds its exports.
+    ///
+    /// # Errors
+    /// The disk cannot be opened.
+    async fn reopen(&self, running: &Running, done: &mut ReloadResult) -> Result<()> {
+        let mut setup = self.setup.clone();
+        // A group that has other members keeps the limits that it has now.
+        let group = LimitsConfig { group: setup.limits.group.clone(), ..LimitsConfig::default() };
+        if group.group.is_some() && running.disks.check_limits(&group).is_ok() {
+            setup.limits = group;
+        }
+        let (name, is_writable) = (setup.name().to_owned(), !setup.is_read_only());
+        running.open_and_serve(setup).await?;
+        if is_writable && self.access == Access::ReadOnly {
+            running.set_access(&name, self.access).await?;
+        }
+        for RunningExport { address, rights, .. } in &self.exports {
+            // An export that fails does not prevent the others.
+            let added = running.add_export(&name, address.clone(), *rights, (&[], None)).await;
+            if let Err(error) = added {
+                done.failed.push(format!("{name}: {error:#}"));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Reads the configuration again. Disks that are no longer in it are closed with their exports;
@@ -77,24 +117,27 @@ pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResul
             remove_exports(running, old, &new.exports, &mut done).await;
         }
     }
-    let stays = |old: &DiskConfig| {
+    let stays = |old: &&DiskConfig| {
         let new = named(&wanted, old.name());
         is_open_as(running, old) && new.is_none_or(|new| !is_open_as(running, new))
     };
+    // The old options of a disk that stays are recorded, so that the next reload tries again.
+    let mut staying: Vec<_> = before.iter().filter(stays).cloned().collect();
     for new in &wanted {
+        if named(&staying, new.name()).is_some() {
+            continue;
+        }
         let old = named(&before, new.name());
-        match running.disks.find(new.name()) {
-            None => {
-                let closed = closed.iter().find(|closed| closed.setup.name() == new.name());
-                open_configured(running, new, closed, &mut done).await;
-            }
-            Some(_) if old.is_some_and(&stays) => {}
-            Some(open) => take_over(running, &open, new, old, &mut done).await,
+        if let Some(open) = running.disks.find(new.name()) {
+            take_over(running, &open, new, old, &mut done).await;
+            continue;
+        }
+        let closed = closed.iter().find(|closed| closed.setup.name() == new.name());
+        if !open_configured(running, new, closed, &mut done).await {
+            staying.extend(old.filter(|old| is_open_as(running, old)).cloned());
         }
     }
     running.disks.sort_as(wanted.iter().map(DiskConfig::name));
-    // The old options of a disk that stays are recorded, so that the next reload tries again.
-    let staying: Vec<_> = before.into_iter().filter(stays).collect();
     wanted.retain(|new| named(&staying, new.name()).is_none());
     wanted.extend(staying);
     running.configuration.set(wanted);
@@ -116,12 +159,10 @@ fn known_by_address(running: &Running, mut disks: Vec<DiskConfig>) -> Vec<DiskCo
     disks
 }
 
-/// Whether a disk is open with these options, of which `create` has no effect on an open disk. A
-/// request may have closed it or opened another one of its name.
+/// Whether a disk is open with these options. A request may have closed it or opened another one of
+/// its name.
 fn is_open_as(running: &Running, setup: &DiskConfig) -> bool {
-    running.disks.find(setup.name()).is_some_and(|open| {
-        open.setup.opens_like(&DiskConfig { create: open.setup.create, ..setup.clone() })
-    })
+    running.disks.find(setup.name()).is_some_and(|open| open.setup.opens_like(setup))
 }
 
 /// Closes the disks that are not wanted, or wanted with other options.
@@ -134,17 +175,24 @@ async fn close_changed(
     let mut closed = Vec::new();
     for old in before.iter().filter(|old| is_open_as(running, old)) {
         let (name, new) = (old.name(), named(wanted, old.name()));
+        let Some(open) = running.disks.find(name) else { continue };
         if new.is_some_and(|new| new.opens_like(old)) {
             continue;
         }
-        let setup = DiskConfig { create: None, exports: Vec::new(), ..old.clone() };
-        let exports = running.exports.of_disk(name);
-        match running.close(name, true).await {
+        let as_before = ClosedDisk::of(running, &open);
+        let outcome = match open.moved().filter(|_| new.is_some()) {
+            // The image of the file is not the disk's image any longer.
+            Some(Moved { path, .. }) => Err(anyhow!(
+                "the disk goes on in {}: name that image in the file, or close the disk first",
+                path.display()
+            )),
+            None => running.close(name, true).await,
+        };
+        match outcome {
             Ok(()) if new.is_none() => done.closed.push(name.to_owned()),
-            Ok(()) => {}
+            Ok(()) => closed.push(as_before),
             Err(error) => done.failed.push(format!("{name}: {error:#}")),
         }
-        closed.push(ClosedDisk { setup, exports });
     }
     closed
 }
@@ -178,31 +226,33 @@ async fn take_over(
     }
 }
 
-/// Opens a disk. If this fails, opens it again as it was before this reload closed it.
+/// Opens a disk. If this fails, opens it again as it was before this reload closed it. Returns
+/// whether it has the new options.
 async fn open_configured(
     running: &Running,
     new: &DiskConfig,
     closed: Option<&ClosedDisk>,
     done: &mut ReloadResult,
-) {
+) -> bool {
     let name = new.name();
     let Err(error) = running.open_and_serve(new.clone()).await else {
-        return done.opened.push(name.to_owned());
+        done.opened.push(name.to_owned());
+        return true;
     };
-    let Some(closed) = closed else {
-        return done.failed.push(format!("{name}: {error:#}"));
+    let reopened = match closed {
+        Some(closed) => closed.reopen(running, done).await.map(|()| true),
+        None => Ok(false),
     };
-    if let Err(second) = running.open_and_serve(closed.setup.clone()).await {
-        let second = format!("{name}: cannot be opened with the old options either: {second:#}");
-        return done.failed.extend([format!("{name}: {error:#}"), second]);
-    }
-    done.failed.push(format!("{name}: {error:#}; it goes on with the old options"));
-    for RunningExport { address, rights, .. } in &closed.exports {
-        // An export that fails does not prevent the others.
-        if let Err(error) = running.add_export(name, address.clone(), *rights, (&[], None)).await {
-            done.failed.push(format!("{name}: {error:#}"));
+    done.failed.push(match reopened {
+        Ok(false) => format!("{name}: {error:#}"),
+        Ok(true) => format!("{name}: {error:#}; it goes on with the old options"),
+        Err(second) => {
+            format!(
+                "{name}: {error:#}; it cannot be opened with the old options either: {second:#}"
+            )
         }
-    }
+    });
+    false
 }
 
 /// Removes the exports of a disk that stays open, except the wanted ones.

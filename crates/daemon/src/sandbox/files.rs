@@ -189,8 +189,6 @@ impl FileRules {
     fn add_pid_file(&mut self, setup: &Setup) {
         if let Some(path) = &setup.server.pid_file {
             self.add(parent(path), AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::RemoveFile);
-            // The file is overwritten where its folder accepts no new one.
-            self.add(path.clone(), AccessFs::WriteFile | AccessFs::Truncate);
         }
     }
 

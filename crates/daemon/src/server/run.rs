@@ -130,8 +130,7 @@ fn begin(
 }
 
 fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
-    let path = setup.server.pid_file.as_deref();
-    path.map(|path| PidFile::write(path, setup.user)).transpose()
+    setup.server.pid_file.as_deref().map(PidFile::write).transpose()
 }
 
 /// Writes the pid file of a storage daemon, after its first commands.

@@ -83,9 +83,9 @@ impl Mapper<'_> {
             Change::Zero { keep: true } => old.zeroed_keeping_host(),
             Change::Zero { keep: false } => Entry::ZERO,
             Change::Discard => self.discarded_entry(),
-            Change::Subclusters { mask, state, keep } => match old {
+            Change::ZeroSubclusters { mask, keep } => match old {
                 Entry::Standard { host, subclusters } => {
-                    let subclusters = subclusters.with(mask, state);
+                    let subclusters = subclusters.with(mask, SubclusterState::Zero);
                     let host = host.filter(|_| keep || subclusters.data != 0);
                     Entry::Standard { host, subclusters }
                 }
@@ -94,7 +94,7 @@ impl Mapper<'_> {
         };
         let punch = match entry.change {
             Change::Write { .. } | Change::Compressed(_) => Punch::No,
-            Change::Zero { .. } | Change::Discard | Change::Subclusters { .. } => Punch::Yes,
+            Change::Zero { .. } | Change::Discard | Change::ZeroSubclusters { .. } => Punch::Yes,
         };
         let dropped = self.allocator.dropped_clusters(geometry, old, new, punch);
         self.tables.set_entry(slice, index, new, entry.stability);
@@ -161,7 +161,7 @@ impl Mapper<'_> {
             Change::Write { allocated: false, .. }
             | Change::Zero { .. }
             | Change::Discard
-            | Change::Subclusters { .. } => {}
+            | Change::ZeroSubclusters { .. } => {}
         }
     }
 

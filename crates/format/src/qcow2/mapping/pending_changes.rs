@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use event_listener::{Event, EventListener};
 
-use crate::qcow2::layout::entry::{CompressedDescriptor, SubclusterState};
+use crate::qcow2::layout::entry::CompressedDescriptor;
 use crate::qcow2::tables::{Blocked, Step};
 
 /// The change that a link makes to the entries of clusters.
@@ -27,9 +27,9 @@ pub(super) enum Change {
     Zero { keep: bool },
     /// The clusters have no host cluster, and read as zeros if the image's version can encode this.
     Discard,
-    /// The subclusters in `mask` of one cluster change to `state`. If no subcluster has data after
-    /// the change, the entry no longer refers to a host cluster, unless `keep` is set.
-    Subclusters { mask: u32, state: SubclusterState, keep: bool },
+    /// The subclusters in `mask` of one cluster read as zeros. If no subcluster has data after the
+    /// change, the entry no longer refers to a host cluster, unless `keep` is set.
+    ZeroSubclusters { mask: u32, keep: bool },
 }
 
 /// A change between prepare and link.

@@ -4,10 +4,8 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, Unmap};
 
-use crate::qcow2::layout::entry::{
-    CompressedDescriptor, Entry, SubclusterBitmap, SubclusterState, subclusters_in,
-};
-use crate::qcow2::tables::{Blocked, Step};
+use crate::qcow2::layout::entry::{CompressedDescriptor, Entry, SubclusterBitmap, subclusters_in};
+use crate::qcow2::tables::{Blocked, Step, Tables};
 
 use super::pending_changes::Change;
 use super::read::map_read;
@@ -20,8 +18,8 @@ impl Mapper<'_> {
         let has_zero_flag = self.tables.geometry().version >= 3;
         let Some(clusters) = self.whole_clusters(range) else {
             let keep = unmap == Unmap::Forbidden;
-            let first = self.first_subclusters(range);
-            let prepared = self.prepare_subclusters(first, SubclusterState::Zero, keep)?;
+            let first = first_subclusters(self.tables, range);
+            let prepared = self.prepare_subclusters(first, keep, true)?;
             if let Some(extent) = prepared {
                 return Ok(extent);
             }
@@ -29,13 +27,10 @@ impl Mapper<'_> {
             // Subclusters can be smaller than the storage's blocks, so the extent must be all of
             // `first`.
             return match read.state {
-                // All of the cluster reads as zeros, so it is marked as a whole.
                 ExtentState::Hole
                     if read.guest == first && has_zero_flag && !self.has_backing() =>
                 {
-                    let cluster = self.tables.geometry().cluster_of(first.offset());
-                    let (clusters, change) = (cluster..cluster + 1, Change::Zero { keep });
-                    self.prepare_unmapping(first, clusters, change, |old| old == Entry::UNALLOCATED)
+                    self.mark_around(first, keep)
                 }
                 ExtentState::Zero | ExtentState::Hole if read.guest == first => Ok(read),
                 _ => self.map_write(first),
@@ -49,7 +44,8 @@ impl Mapper<'_> {
             Unmap::Allowed if !is_backed => Change::Discard,
             _ => return self.map_write(range),
         };
-        // Without a backing file, too: the image may get one later, which must not show through.
+        // Zeros are marked also without a backing file, because the image may get one later. A
+        // discard, which promises no zeros, leaves unallocated clusters alone.
         let needs = |entry: Entry| match entry {
             Entry::Standard { host: None, subclusters } => {
                 subclusters != SubclusterBitmap::ZERO && has_zero_flag
@@ -74,10 +70,8 @@ impl Mapper<'_> {
             ));
         }
         let Some(clusters) = self.whole_clusters(range) else {
-            let first = self.first_subclusters(range);
-            let state =
-                if is_backed { SubclusterState::Zero } else { SubclusterState::Unallocated };
-            if let Some(extent) = self.prepare_subclusters(first, state, false)? {
+            let first = first_subclusters(self.tables, range);
+            if let Some(extent) = self.prepare_subclusters(first, false, is_backed)? {
                 return Ok(extent);
             }
             return self.discard_part(first);
@@ -114,30 +108,29 @@ impl Mapper<'_> {
         }
     }
 
-    /// The first bytes of `range`, in one cluster, that are either whole subclusters or a part of
-    /// one subcluster.
-    fn first_subclusters(&self, range: ByteRange) -> ByteRange {
-        let first = range.truncate(self.tables.geometry().rest_of_cluster(range.offset()));
-        let size = self.tables.geometry().subcluster_size();
-        let to_border = first.offset().next_multiple_of(size) - first.offset();
-        if to_border > 0 {
-            return first.truncate(to_border);
-        }
-        // The part beyond the disk's end is treated as covered.
-        match first.length() / size * size {
-            _ if first.end() >= self.tables.header().size => first,
-            0 => first,
-            whole => first.truncate(whole),
-        }
+    /// Marks the unallocated cluster or subcluster around `part` as zeros. All of it reads as zeros
+    /// already, because there is no backing file.
+    fn mark_around(&mut self, part: ByteRange, keep: bool) -> Step<Extent> {
+        let unit = part.align_outward(self.tables.geometry().subcluster_size());
+        let marked = match self.prepare_subclusters(unit, keep, true)? {
+            Some(marked) => marked,
+            None => {
+                let cluster = self.tables.geometry().cluster_of(part.offset());
+                let clusters = cluster..cluster + 1;
+                let needs = |old| old == Entry::UNALLOCATED;
+                self.prepare_unmapping(part, clusters, Change::Zero { keep }, needs)?
+            }
+        };
+        Ok(Extent { guest: part, alloc_range: part, ..marked })
     }
 
-    /// Prepares a change of whole subclusters of one cluster that changes only the cluster's entry;
-    /// `None` if a change of the entry is not sufficient.
+    /// Prepares zeros in whole subclusters of one cluster by a change of the cluster's entry alone;
+    /// `None` if that is not sufficient. `marks_holes`: also where nothing is allocated.
     fn prepare_subclusters(
         &mut self,
         part: ByteRange,
-        state: SubclusterState,
         keep: bool,
+        marks_holes: bool,
     ) -> Step<Option<Extent>> {
         let geometry = self.tables.geometry();
         let size = geometry.subcluster_size();
@@ -157,8 +150,7 @@ impl Mapper<'_> {
         };
         let Entry::Standard { subclusters, .. } = old else { return Ok(None) };
         let mask = subclusters_in(geometry, cluster, part);
-        let is_marked = state == SubclusterState::Zero || self.has_backing();
-        let shown = if is_marked { subclusters.zero } else { !subclusters.data };
+        let shown = if marks_holes { subclusters.zero } else { !subclusters.data };
         if shown & mask == mask {
             return Ok(Some(noop_extent(part)));
         }
@@ -166,7 +158,7 @@ impl Mapper<'_> {
         self.tables.check_host(cluster, old)?;
         let clusters = cluster..cluster + 1;
         self.wait_for_overwrites(&clusters)?;
-        self.mapping.changes.begin(clusters, Change::Subclusters { mask, state, keep })?;
+        self.mapping.changes.begin(clusters, Change::ZeroSubclusters { mask, keep })?;
         let flags = ExtentFlags::NEW;
         Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
     }
@@ -274,5 +266,22 @@ impl Mapper<'_> {
         self.mapping.changes.begin(clusters, Change::Compressed(data))?;
         let state = ExtentState::Compressed { host, length };
         Ok(Extent { guest, alloc_range: guest, state, flags: ExtentFlags::NEW })
+    }
+}
+
+/// The first bytes of `range`, in one cluster, that are either whole subclusters or a part of
+/// one subcluster.
+fn first_subclusters(tables: &Tables, range: ByteRange) -> ByteRange {
+    let first = range.truncate(tables.geometry().rest_of_cluster(range.offset()));
+    let size = tables.geometry().subcluster_size();
+    let to_border = first.offset().next_multiple_of(size) - first.offset();
+    if to_border > 0 {
+        return first.truncate(to_border);
+    }
+    // The part beyond the disk's end is treated as covered.
+    match first.length() / size * size {
+        _ if first.end() >= tables.header().size => first,
+        0 => first,
+        whole => first.truncate(whole),
     }
 }
