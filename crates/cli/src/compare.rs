@@ -102,10 +102,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let opened = event_loop.block_on(async {
         let one = arguments.open(&arguments.one, arguments.format).await?;
         let other = arguments.open(&arguments.other, arguments.other_format).await;
-        let other = other.map_err(|error| match error.downcast() {
-            Ok(error) => name_format_option(error, "--other-format"),
-            Err(error) => error,
-        });
+        let other = other.map_err(|error| name_format_option(error, "--other-format"));
         anyhow::Ok((one, other?))
     });
     let (one, other) = match opened {

@@ -354,12 +354,13 @@ impl OpenArgs {
 /// The error of opening an image whose format is said by `option`: hints of the error name
 /// `--format`, which is of another image there. An error for QEMU's users stays as it is, because
 /// their words replace it.
-pub fn name_format_option(error: blockhouse_core::Error, option: &str) -> anyhow::Error {
+pub fn name_format_option(error: impl Into<anyhow::Error>, option: &str) -> anyhow::Error {
+    let error = error.into();
     let text = error.to_string();
     if called_as::tool().is_none() && text.contains("say --format ") {
         anyhow!(text.replace("say --format ", &format!("say {option} ")))
     } else {
-        error.into()
+        error
     }
 }
 

@@ -294,7 +294,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     }
 
     async fn prepare_image(&self) -> Result<()> {
-        self.disk.check_writable(None)?;
+        self.disk.check_writable()?;
         self.disk.format().bitmaps()?;
         flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
     }
@@ -377,7 +377,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
         // The image may have become read-only or been replaced since the first check.
-        self.disk.check_writable(None)?;
+        self.disk.check_writable()?;
         change(&self.disk.format().bitmaps()?).await?;
         Ok(Pause { length: began.elapsed() })
     }
@@ -401,7 +401,7 @@ pub async fn change_bitmaps<S: Storage>(
                 meeting.arrive().await?
             } else {
                 // The image may have become read-only or been replaced since the first check.
-                disk.check_writable(None)?;
+                disk.check_writable()?;
                 let bitmaps = disk.format().bitmaps()?;
                 bitmaps.change_all(&of_image, async || meeting.arrive().await).await?;
             }

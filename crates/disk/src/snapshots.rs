@@ -259,7 +259,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
 
     /// Fails if no snapshot can be taken.
     fn check_possible(&self) -> Result<()> {
-        self.disk.check_writable(None)?;
+        self.disk.check_writable()?;
         self.disk.check_stays()?;
         self.disk.format().snapshots()?.check_possible()
     }
@@ -272,7 +272,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
         // The image may have become read-only or been replaced since the first check.
-        self.disk.check_writable(None)?;
+        self.disk.check_writable()?;
         self.disk.check_stays()?;
         let snapshots = self.disk.format().snapshots()?;
         let outcome = change(&snapshots).await?;

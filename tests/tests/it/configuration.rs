@@ -209,7 +209,7 @@ fn a_disk_goes_on_with_its_old_options_if_the_new_ones_fail() {
     server.stop();
 }
 
-/// What requests have set stays, and so does the limit that a group got by the same reload.
+/// Limits and access that requests have set stay, and a group keeps its new limit.
 #[test]
 fn a_disk_that_goes_on_keeps_its_limits_and_access() {
     let scratch = Scratch::new();

@@ -6,6 +6,7 @@ use blockhouse_config::size;
 use blockhouse_daemon::control::Listed;
 use serde_json::Value;
 
+use crate::logging::visible;
 use crate::snapshot_list;
 
 /// The result of a method; empty if there is nothing to print.
@@ -236,7 +237,8 @@ pub fn event(event: &Value) -> String {
 fn reloaded(result: &Value) -> String {
     let of = |key: &str| {
         let all = result[key].as_array().into_iter().flatten();
-        all.map(|one| format!("{key}: {}", message(one))).collect::<Vec<_>>()
+        all.map(|one| visible(&format!("{key}: {}", one.as_str().unwrap_or_default())))
+            .collect::<Vec<_>>()
     };
     ["opened", "closed", "added", "removed", "limited", "failed"].map(of).concat().join("\n")
 }
@@ -270,16 +272,6 @@ fn text(value: &Value) -> String {
         Value::String(text) => text.escape_debug().to_string(),
         other => other.to_string(),
     }
-}
-
-/// A message as it is, with quotes and backslashes; other characters are escaped as in [`text`].
-fn message(value: &Value) -> String {
-    let letters = value.as_str().unwrap_or_default().chars();
-    let shown = |letter: char| match letter {
-        '\'' | '"' | '\\' => letter.to_string(),
-        _ => letter.escape_debug().to_string(),
-    };
-    letters.map(shown).collect()
 }
 
 fn bytes(value: &Value) -> String {

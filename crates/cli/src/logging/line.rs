@@ -81,7 +81,7 @@ impl Line {
 
 /// A text as one line, with control characters escaped, so that names that others chose can neither
 /// begin a new line nor control the terminal.
-fn visible(text: &str) -> String {
+pub fn visible(text: &str) -> String {
     // Characters that change the direction of text, and so the order in which a line is shown.
     let reorders = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let mut line = String::with_capacity(text.len() + 1);

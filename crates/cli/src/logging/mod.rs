@@ -23,6 +23,7 @@ use tracing::Level;
 use tracing_subscriber::fmt::MakeWriter;
 
 use journal::Journal;
+pub use line::visible;
 use line::{Line, LineFormat};
 use queue::Queue;
 use rate::RateLimit;

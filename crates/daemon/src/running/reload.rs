@@ -117,12 +117,12 @@ pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResul
             remove_exports(running, old, &new.exports, &mut done).await;
         }
     }
-    let stays = |old: &&DiskConfig| {
+    // The old options of a disk that stays are recorded, so that the next reload tries again.
+    let mut staying = before.clone();
+    staying.retain(|old| {
         let new = named(&wanted, old.name());
         is_open_as(running, old) && new.is_none_or(|new| !is_open_as(running, new))
-    };
-    // The old options of a disk that stays are recorded, so that the next reload tries again.
-    let mut staying: Vec<_> = before.iter().filter(stays).cloned().collect();
+    });
     for new in &wanted {
         if named(&staying, new.name()).is_some() {
             continue;
@@ -173,12 +173,12 @@ async fn close_changed(
     done: &mut ReloadResult,
 ) -> Vec<ClosedDisk> {
     let mut closed = Vec::new();
-    for old in before.iter().filter(|old| is_open_as(running, old)) {
+    for old in before {
         let (name, new) = (old.name(), named(wanted, old.name()));
-        let Some(open) = running.disks.find(name) else { continue };
-        if new.is_some_and(|new| new.opens_like(old)) {
+        let open = running.disks.find(name).filter(|open| open.setup.opens_like(old));
+        let Some(open) = open.filter(|_| new.is_none_or(|new| !new.opens_like(old))) else {
             continue;
-        }
+        };
         let as_before = ClosedDisk::of(running, &open);
         let outcome = match open.moved().filter(|_| new.is_some()) {
             // The image of the file is not the disk's image any longer.

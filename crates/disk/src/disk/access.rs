@@ -48,8 +48,8 @@ impl<S: Storage> Disk<S> {
         self.protection.set(true);
     }
 
-    /// Refuses changes of a disk that is read-only; `at` is the offset of a request.
-    pub(crate) fn check_writable(&self, at: impl Into<Option<u64>>) -> Result<()> {
+    /// Refuses changes of a disk that is read-only.
+    pub(crate) fn check_writable(&self) -> Result<()> {
         if self.access() == Access::ReadWrite {
             return Ok(());
         }
@@ -58,12 +58,13 @@ impl<S: Storage> Disk<S> {
             None if is_inactive(self) => "the disk is inactive, and is only read".to_owned(),
             None => "the disk is open for reading only".to_owned(),
         };
-        let error = Error::new(ErrorKind::ReadOnly, what).on(self.name());
-        Err(match at.into() {
-            Some(offset) => error.at(offset),
-            None => error,
-        })
+        Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()))
     }
+}
+
+/// As [`Disk::check_writable`], for a request at `offset`.
+pub(super) fn check_writable_at<S: Storage>(disk: &Disk<S>, offset: u64) -> Result<()> {
+    disk.check_writable().map_err(|error| error.at(offset))
 }
 
 /// Whether a disk's image is open for reading only and without a lock, because another program may

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
 use blockhouse_format::Backing;
 
+use super::access::check_writable_at;
 use super::{Disk, DiskJobs, flush_ahead, quiesce_flushed};
 use crate::layer::{BlockStatusCache, Layer};
 use crate::write::BackedRange;
@@ -114,7 +115,7 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// with snapshots, because they also need the backing file; `Io` if changes in flight take too
     /// long.
     pub async fn begin_populating(self) -> Result<PopulatingGuard> {
-        self.disk.check_writable(None)?;
+        self.disk.check_writable()?;
         self.disk.populating.fetch_add(1, Ordering::SeqCst);
         let guard = PopulatingGuard(Arc::clone(&self.disk.populating));
         let _quiesced = self.disk.quiesce().await?;
@@ -152,7 +153,7 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// Errors of the backing file or the image; `ReadOnly`. The disk's content is the same as
     /// before.
     pub async fn populate(self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
-        self.disk.check_writable(part.range.offset())?;
+        check_writable_at(self.disk, part.range.offset())?;
         let begin_change = || go_on().then(|| self.disk.quiesce.try_begin_write()).flatten();
         loop {
             match self.disk.image().writer().populate(part, &begin_change).await? {
@@ -193,7 +194,7 @@ impl<S: Storage> DiskJobs<'_, S> {
     pub async fn detach_backing(self, base: Option<&FurtherBase>) -> Result<()> {
         {
             let _guard = self.disk.quiesce().await?;
-            self.disk.check_writable(None)?;
+            self.disk.check_writable()?;
             self.check_detachable().await?;
             self.disk
                 .image()
@@ -222,7 +223,7 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// `ReadOnly`; `Io` if changes in flight take too long; storage errors.
     pub async fn name_backing(self, name: &[u8]) -> Result<()> {
         let _guard = quiesce_flushed(self.disk, SyncMode::Data).await?;
-        self.disk.check_writable(None)?;
+        self.disk.check_writable()?;
         let image = self.disk.image();
         let Some(backing) = image.backing_file() else {
             let what = "has no backing file";

@@ -24,6 +24,7 @@ use blockhouse_core::{
 use blockhouse_format::SpaceMode;
 
 use super::Disk;
+use super::access::check_writable_at;
 use super::held_changes::KeptChange;
 use super::in_flight::RequestInFlight;
 use super::quiesce::WriteGuard;
@@ -159,7 +160,7 @@ impl<S: Storage> Disk<S> {
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let in_flight = RequestInFlight { disk: self, operation: Operation::WriteZeroes };
         let turn = in_flight.begin_turn(range.offset(), range.length()).await;
-        self.check_writable(range.offset())?;
+        check_writable_at(self, range.offset())?;
         let image = self.image();
         image.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         let claim = in_flight.begin_claim(range).await;
@@ -214,7 +215,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
 
     async fn write_compressed(self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
         let turn = self.begin_turn(offset, bytes.len() as u64).await;
-        self.disk.check_writable(offset)?;
+        check_writable_at(self.disk, offset)?;
         let image = self.image();
         let range = image.check_end(offset, bytes.len() as u64, ErrorKind::PastEnd)?;
         let cluster_size = check_one_cluster(image, range)?;
@@ -280,7 +281,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
     // Zero writes and discards are boxed below, so that the future of the common path stays small.
 
     async fn write(self, offset: u64, from: IoVector, sync: &RequestSync<'_, S>) -> Result<()> {
-        self.disk.check_writable(offset)?;
+        check_writable_at(self.disk, offset)?;
         let range = self.image().check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
         if range.is_empty() {
             return Ok(());
@@ -314,7 +315,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         mut how: ZeroOptions,
         sync: &RequestSync<'_, S>,
     ) -> Result<()> {
-        self.disk.check_writable(range.offset())?;
+        check_writable_at(self.disk, range.offset())?;
         self.image().check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         if range.is_empty() {
             return Ok(());
@@ -331,7 +332,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
     }
 
     async fn discard(self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
-        self.disk.check_writable(range.offset())?;
+        check_writable_at(self.disk, range.offset())?;
         self.image().check_inside(range)?;
         // Blocks that the range covers only in part stay as they are, except the disk's last block.
         let block = self.image().layer().block_size();

@@ -40,12 +40,12 @@ impl<S: Storage> Disk<S> {
     /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512, or of the
     /// disk's sectors; `Io` if requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
-        self.check_writable(None)?;
+        self.check_writable()?;
         let prepared =
             if Resize(self).has_bitmaps() { Resize(self).prepare_ahead(size).await? } else { None };
         let _change = Resize(self).begin().await?;
         // The disk may have become read-only since the first check.
-        self.check_writable(None)?;
+        self.check_writable()?;
         // No change of a last partial block may be in flight, because the block becomes an ordinary
         // one.
         let claim = self.patiently(self.image().layer().claims().claim_end(self.size())).await?;
@@ -77,10 +77,10 @@ impl<S: Storage> Disk<S> {
     /// `ReadOnly`; `InvalidInput` for a larger size, one that is no multiple of 512, or an image of
     /// qcow2 version 2 with snapshots; or storage errors.
     pub async fn shrink(&self, size: u64) -> Result<()> {
-        self.check_writable(None)?;
+        self.check_writable()?;
         let _change = Resize(self).begin().await?;
         // The disk may have become read-only since the first check.
-        self.check_writable(None)?;
+        self.check_writable()?;
         let claim = self.patiently(self.image().layer().claims().claim_end(size)).await?;
         if size > self.size() {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
@@ -112,7 +112,7 @@ impl<'a, S: Storage> Resize<'a, S> {
         let mut rest = ByteRange::between(old.min(size), size);
         while !rest.is_empty() {
             let _change = self.0.quiesce.begin_write().await;
-            self.0.check_writable(None)?;
+            self.0.check_writable()?;
             let claim = self.0.image().layer().claims().claim_end(old).await;
             if self.0.size() != old {
                 return Ok(None);

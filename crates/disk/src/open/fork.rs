@@ -178,7 +178,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
         };
         quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
         // The disk may have become read-only or longer since the first checks.
-        disk.check_writable(None)?;
+        disk.check_writable()?;
         disk.check_replacement(overlay)?;
     }
     // No switch can fail, because all were checked.
@@ -479,7 +479,7 @@ fn check_goes_on(disk: &ImageDisk) -> Result<()> {
         let error = Error::new(ErrorKind::Unsupported, what.to_owned());
         Err(error.on(disk.image().image_name()).hint(hint))
     };
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     disk.check_stays()?;
     if disk.image().data_file().is_some() && !disk.image().has_side_file() {
         let what = "keeps its data in another file, and is not forked";

@@ -52,7 +52,7 @@ pub fn change_key_slots<'a>(
 ) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         let refuse = |what: String| Error::new(ErrorKind::InvalidInput, what).on(disk.name());
-        disk.check_writable(None)?;
+        disk.check_writable()?;
         let Some(encryption) = disk.image().read_encryption().await? else {
             return Err(refuse("is not encrypted, so it has no key slots".into()));
         };

@@ -117,7 +117,7 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
     let refuse = |what: String, hint: &'static str| {
         Err(Error::new(ErrorKind::InvalidInput, what).on(&name).hint(hint))
     };
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     disk.check_stays()?;
     if disk.jobs().base().is_some() {
         let what = "its backing file is open for writing since a commit that did not complete";
@@ -181,7 +181,7 @@ async fn go_back(
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
     // The disk may have become read-only or longer since the checks before.
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     disk.check_replacement(lower)?;
     quiesced.note_own_parts_in(lower).await?;
     let failed = |error| Error::host("cannot remove", error).on(&overlay.to_string_lossy());

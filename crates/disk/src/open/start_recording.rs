@@ -60,7 +60,7 @@ pub fn start_recording<'a>(
     options: &'a ImageOptions,
 ) -> LocalBoxFuture<'a, Result<Pause>> {
     rare(async move {
-        disk.check_writable(None)?;
+        disk.check_writable()?;
         let refuse = |what: &str| {
             Err(Error::new(ErrorKind::InvalidInput, what.to_owned())
                 .on(&image.display().to_string()))
@@ -94,7 +94,7 @@ async fn record_beside(
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
     // The disk may have become read-only since the first check.
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     before.flush(SyncMode::Full).await?;
     // The side file stores the time of the image's last change, which is by the disk itself up to
     // here.
@@ -146,7 +146,7 @@ pub fn stop_recording<'a>(
             disk_over(itself.into(), image, options, EarlierWrites::Unknown, None).await?;
         flush_ahead(&[disk], SyncMode::Full).await?;
         let quiesced = disk.quiesced().await?;
-        disk.check_writable(None)?;
+        disk.check_writable()?;
         before.flush(SyncMode::Full).await?;
         disk.check_replacement(&itself)?;
         let itself = restore.finish(itself).await?;

@@ -120,7 +120,7 @@ impl Buckets {
     }
 
     /// Whether a request takes from any bucket. A discard takes nothing from those of bytes.
-    pub(super) fn count(&self, cost: Cost) -> bool {
+    pub(super) fn charge(&self, cost: Cost) -> bool {
         indices(cost.direction).into_iter().any(|(operations, bytes)| {
             self.rates[operations].is_some() || cost.bytes > 0 && self.rates[bytes].is_some()
         })

@@ -217,7 +217,7 @@ impl Queue {
 
     /// Admits a request, unless it has to wait. Returns whether it is admitted.
     pub(super) fn try_admit(&mut self, key: MemberKey, cost: Cost, now: Nanos) -> bool {
-        if self.members[key].is_lifted || !self.buckets.count(cost) {
+        if self.members[key].is_lifted || !self.buckets.charge(cost) {
             return true;
         }
         // Waiting requests that may be admitted now have precedence.

@@ -12,7 +12,7 @@ use crate::disk::Disk;
 /// # Errors
 /// As there; `ReadOnly`.
 pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result<()> {
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     disk.format().header().amend(amendments).await
 }
 
@@ -23,6 +23,6 @@ pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result
 /// # Errors
 /// As there; `ReadOnly`.
 pub async fn rename_data_file<S: Storage>(disk: &Disk<S>, name: &[u8]) -> Result<()> {
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     disk.format().header().rename_data_file(name).await
 }

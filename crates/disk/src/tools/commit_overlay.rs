@@ -31,7 +31,7 @@ pub async fn commit_overlay<S: Storage>(
     after: AfterCommit,
     progress: &ToolProgress,
 ) -> Result<()> {
-    overlay.check_writable(None)?;
+    overlay.check_writable()?;
     progress.begin(overlay.size());
     if base.size() < overlay.size() {
         base.resize(overlay.size()).await?;

@@ -40,7 +40,7 @@ pub async fn prepare_rebase<S: Storage>(
     compress: Compress,
     progress: &ToolProgress,
 ) -> Result<()> {
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     progress.begin(disk.size());
     // Zeros past the end of the backing file must be stored as well: the new backing file may be
     // longer.
@@ -71,7 +71,7 @@ pub async fn prepare_rebase<S: Storage>(
 /// # Errors
 /// As there; `ReadOnly`; `Unsupported` for a format without backing files.
 pub async fn set_backing_file<S: Storage>(disk: &Disk<S>, backing: Option<Backing>) -> Result<()> {
-    disk.check_writable(None)?;
+    disk.check_writable()?;
     disk.format().header().set_backing(backing).await
 }
 

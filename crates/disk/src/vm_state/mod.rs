@@ -71,7 +71,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     /// `ReadOnly`; `Unsupported` for a format without snapshots, an image with a data file, or a
     /// compression that is not the image's.
     pub fn new(disk: &'a Disk<S>, compression: Option<Compression>) -> Result<Self> {
-        disk.check_writable(None)?;
+        disk.check_writable()?;
         let states = disk.format().vm_states()?;
         disk.format().snapshots()?.check_possible()?;
         if let Some(kind) = compression

@@ -43,9 +43,7 @@ impl StoredImage {
     /// where `uses` looks. Beside [`pending_changes`](Self::pending_changes), for a command that
     /// reports those itself.
     pub fn warn_of_state_elsewhere(&self, uses: &StateUse) {
-        if !matches!(uses, StateUse::Off) {
-            warn_of_possible(self, uses);
-        }
+        warn_of_possible(self, uses);
     }
 }
 
@@ -74,9 +72,6 @@ pub(crate) fn check_nothing_pending(disk: &StoredImage, uses: &StateUse) -> Resu
 
 /// Warns of a read-only image that lacks answered changes of its server, or may lack them.
 pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
-    if matches!(uses, StateUse::Off) {
-        return;
-    }
     let dir = uses.directory();
     match dir.map_or(Ok(None), |dir| disk.pending_changes(dir)) {
         Ok(None) => warn_of_possible(disk, uses),
@@ -95,7 +90,7 @@ pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
 /// For an image that lacks no changes as far as is known: warns if its server may have left state
 /// elsewhere.
 fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
-    if may_lack_changes(disk, uses) {
+    if !matches!(uses, StateUse::Off) && may_lack_changes(disk, uses) {
         warn_of_lost_session(disk, uses);
     }
 }
