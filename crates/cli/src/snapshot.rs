@@ -217,12 +217,19 @@ async fn meant(disk: &ImageDisk, name: String, takes_ids: bool) -> Result<String
         return Ok(name);
     }
     let listed = disk.snapshots().list().await?;
-    let is_name = listed.iter().any(|snapshot| snapshot.name == name);
-    let by_id = listed.into_iter().find(|snapshot| takes_ids && snapshot.id == name);
+    let named = |name: &str| listed.iter().filter(|snapshot| snapshot.name == name).count();
+    let by_id = listed.iter().find(|snapshot| takes_ids && snapshot.id == name);
     match by_id {
-        Some(snapshot) if is_name => Ok(snapshot.name),
-        None if !is_name => bail!("{}: has no snapshot '{name}'", disk.name()),
-        _ => Ok(name),
+        // No name is in the way of the id.
+        Some(_) if named(&name) == 0 => Ok(name),
+        Some(snapshot) if named(&snapshot.name) == 1 => Ok(snapshot.name.clone()),
+        Some(snapshot) => bail!(
+            "{}: the snapshot with id {name} has the name '{}', as another one has; rename that first",
+            disk.name(),
+            snapshot.name
+        ),
+        None if named(&name) == 0 => bail!("{}: has no snapshot '{name}'", disk.name()),
+        None => Ok(name),
     }
 }
 

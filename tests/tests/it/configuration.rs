@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::command;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::pki::psk_file;
 use blockhouse_tests::upgrade::upgrade_in_the_end;
@@ -215,13 +216,22 @@ fn a_disk_that_goes_on_keeps_its_limits_and_access() {
     let scratch = Scratch::new();
     let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
     let group = |iops: u32| format!("[groups.slow]\niops = {iops}\n");
-    let [a, b] = ["a.qcow2", "b.qcow2"].map(|name| disk(&scratch, name, ""));
+    let base = str(&scratch.path("base.qcow2")).to_owned();
+    command(&["create", &base, "1M"]).success();
+    let overlay = str(&scratch.path("a.qcow2")).to_owned();
+    command(&["create", "-b", &base, "-F", "qcow2", &overlay]).success();
+    let fills = "prefetch = \"1M\"\ncopy-on-read = true\n";
+    let a = disk(&scratch, "a.qcow2", fills).replace("create = \"1M\"\n", "");
+    let b = disk(&scratch, "b.qcow2", "");
     let of_group = disk(&scratch, "c.qcow2", "limits = { group = \"slow\" }");
     write(&config, &[table.clone(), group(100), a.clone(), b.clone(), of_group.clone()]);
     let server = start(&scratch, &config, 3);
+    ctl(&scratch, &["job", "stream1", "cancel"]);
     ctl(&scratch, &["limit", "a.qcow2", "iops=77"]).success();
     ctl(&scratch, &["limit", "b.qcow2", "group=slow"]).success();
-    ctl(&scratch, &["read-only", "a.qcow2"]).success();
+    // The job may have been complete before it could be cancelled, or be about to end.
+    let protect = || ctl(&scratch, &["read-only", "a.qcow2"]).status.success();
+    assert!(eventually(Duration::from_secs(60), protect), "{}", server.log());
     let wrong = "bitmaps = [\"nope\"]\n";
     let [a, b] = [a, b].map(|disk| disk + wrong);
     write(&config, &[table.clone(), group(200), a, b, of_group]);
@@ -232,6 +242,7 @@ fn a_disk_that_goes_on_keeps_its_limits_and_access() {
     let disks = ctl(&scratch, &["disks"]).success().stdout;
     let first = disks.lines().find(|line| line.starts_with("a.qcow2")).expect("a line");
     assert!(first.contains("read-only"), "{disks}");
+    assert!(open(&scratch, "a.qcow2").flags() & 2 != 0, "its export is there, and read-only");
     server.stop();
 }
 

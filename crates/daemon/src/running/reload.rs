@@ -63,12 +63,14 @@ struct ClosedDisk {
 }
 
 impl ClosedDisk {
-    /// The state of an open disk. The image exists, so nothing is created.
+    /// The state of an open disk. The image exists, so nothing is created. A disk that a request has
+    /// made read-only has no prefetch, which would write to it.
     fn of(running: &Running, open: &RunningDisk) -> Self {
-        let limits = open.limits();
-        let setup = DiskConfig { create: None, exports: Vec::new(), limits, ..open.setup_now() };
+        let (limits, access, setup) = (open.limits(), open.disk.access(), open.setup_now());
+        let prefetch = setup.prefetch.filter(|_| access == Access::ReadWrite);
+        let setup = DiskConfig { create: None, exports: Vec::new(), limits, prefetch, ..setup };
         let exports = running.exports.of_disk(open.name());
-        Self { setup, access: open.disk.access(), exports }
+        Self { setup, access, exports }
     }
 
     /// Opens the disk again, and adds its exports.
@@ -85,7 +87,12 @@ impl ClosedDisk {
         let (name, is_writable) = (setup.name().to_owned(), !setup.is_read_only());
         running.open_and_serve(setup).await?;
         if is_writable && self.access == Access::ReadOnly {
-            running.set_access(&name, self.access).await?;
+            let protected = running.set_access(&name, self.access).await;
+            if protected.is_err() {
+                // A disk that became writable again could lose what the request protects.
+                running.close(&name, true).await?;
+            }
+            protected?;
         }
         for RunningExport { address, rights, .. } in &self.exports {
             // An export that fails does not prevent the others.
