@@ -63,8 +63,8 @@ struct ClosedDisk {
 }
 
 impl ClosedDisk {
-    /// The state of an open disk. The image exists, so nothing is created. A disk that a request has
-    /// made read-only has no prefetch, which would write to it.
+    /// The state of an open disk. The image exists, so nothing is created. A disk that a request
+    /// has made read-only has no prefetch, which would write to it.
     fn of(running: &Running, open: &RunningDisk) -> Self {
         let (limits, access, setup) = (open.limits(), open.disk.access(), open.setup_now());
         let prefetch = setup.prefetch.filter(|_| access == Access::ReadWrite);
