@@ -279,6 +279,18 @@ impl DiskConfig {
         };
         image(self) == image(other)
     }
+
+    /// This description with the image of another description of the disk.
+    #[must_use]
+    pub fn with_image_of(&self, other: &Self) -> Self {
+        Self {
+            name: other.name.clone(),
+            path: other.path.clone(),
+            format: other.format,
+            cache: other.cache,
+            ..self.clone()
+        }
+    }
 }
 
 /// Refuses bitmaps that cannot be offered to NBD clients.

@@ -201,6 +201,7 @@ fn a_disk_goes_on_with_its_old_options_if_the_new_ones_fail() {
     assert_eq!(stays.read(0, 512), Ok(vec![7; 512]));
     write(&config, &[table.clone(), a("cache = \"writeback\"")]);
     assert_eq!(ctl(&scratch, &["reload"]).success().stdout, "opened: a.qcow2\n");
+    assert!(open(&scratch, "other").flags() & 2 != 0, "the export that a request has added stays");
     // Both openings fail.
     std::fs::remove_file(scratch.path("a.qcow2")).expect("an image");
     write(&config, &[table.clone(), without_create("read-only = true")]);
@@ -210,7 +211,8 @@ fn a_disk_goes_on_with_its_old_options_if_the_new_ones_fail() {
     server.stop();
 }
 
-/// Limits and access that requests have set stay, and a group keeps its new limit.
+/// Limits and access that requests have set stay, and a group keeps its new limit, whether the disk
+/// goes on with the old options or the new ones.
 #[test]
 fn a_disk_that_goes_on_keeps_its_limits_and_access() {
     let scratch = Scratch::new();
@@ -233,16 +235,25 @@ fn a_disk_that_goes_on_keeps_its_limits_and_access() {
     let protect = || ctl(&scratch, &["read-only", "a.qcow2"]).status.success();
     assert!(eventually(Duration::from_secs(60), protect), "{}", server.log());
     let wrong = "bitmaps = [\"nope\"]\n";
-    let [a, b] = [a, b].map(|disk| disk + wrong);
-    write(&config, &[table.clone(), group(200), a, b, of_group]);
-    let outcome = ctl(&scratch, &["reload"]).failure("changes failed: 2");
-    assert_eq!(outcome.stdout.matches("it goes on with the old options").count(), 2);
+    for (other, failures) in [(wrong, 2), ("cache = \"writeback\"\n", 0)] {
+        let [a, b] = [&a, &b].map(|disk| format!("{disk}{other}"));
+        write(&config, &[table.clone(), group(200), a, b, of_group.clone()]);
+        let said = ctl(&scratch, &["reload"]).stdout;
+        assert_eq!(said.matches("it goes on with the old options").count(), failures, "{said}");
+        assert_eq!(said.matches("opened: ").count(), 2 - failures, "{said}");
+        let limits = ctl(&scratch, &["limits"]).success().stdout;
+        assert!(limits.contains("iops=77") && limits.matches("iops=200").count() >= 2, "{limits}");
+        let disks = ctl(&scratch, &["disks"]).success().stdout;
+        let first = disks.lines().find(|line| line.starts_with("a.qcow2")).expect("a line");
+        assert!(first.contains("read-only"), "{disks}");
+        assert!(open(&scratch, "a.qcow2").flags() & 2 != 0, "its export is there, and read-only");
+    }
+    // The file's word counts where it has changed.
+    write(&config, &[table, group(200), disk(&scratch, "b.qcow2", "limits = { iops = 5 }")]);
+    let said = ctl(&scratch, &["reload"]).success().stdout;
+    assert!(said.contains("opened: b.qcow2"), "{said}");
     let limits = ctl(&scratch, &["limits"]).success().stdout;
-    assert!(limits.contains("iops=77") && limits.matches("iops=200").count() >= 2, "{limits}");
-    let disks = ctl(&scratch, &["disks"]).success().stdout;
-    let first = disks.lines().find(|line| line.starts_with("a.qcow2")).expect("a line");
-    assert!(first.contains("read-only"), "{disks}");
-    assert!(open(&scratch, "a.qcow2").flags() & 2 != 0, "its export is there, and read-only");
+    assert!(limits.contains("iops=5") && !limits.contains("iops=200"), "{limits}");
     server.stop();
 }
 
@@ -255,10 +266,63 @@ fn a_disk_that_was_forked_is_not_closed_for_other_options() {
     let mut client = open(&scratch, "a.qcow2");
     let overlay = scratch.path("o.qcow2");
     ctl(&scratch, &["fork", "a.qcow2", "--overlay", str(&overlay)]).success();
-    write(&config, &[table, disk(&scratch, "a.qcow2", "cache = \"writeback\"")]);
+    write(&config, &[table.clone(), disk(&scratch, "a.qcow2", "cache = \"writeback\"")]);
     let outcome = ctl(&scratch, &["reload"]).failure("changes failed: 1");
     assert!(outcome.stdout.contains("the disk goes on in"), "{}", outcome.stdout);
     assert_eq!(client.write(0, &[7; 512], 0), 0);
+    // The file may name the image that the disk goes on in.
+    let moved = |more: &str| {
+        let more = format!("name = \"a.qcow2\"\n{more}");
+        disk(&scratch, "a.qcow2", &more).replace(str(&scratch.path("a.qcow2")), str(&overlay))
+    };
+    write(&config, &[table.clone(), moved("")]);
+    assert_eq!(ctl(&scratch, &["reload"]).success().stdout, "");
+    assert_eq!(client.read(0, 512), Ok(vec![7; 512]));
+    for (other, said) in [
+        ("bitmaps = [\"nope\"]", "it goes on with the old options\n"),
+        ("cache = \"writeback\"", "opened: a.qcow2\n"),
+    ] {
+        write(&config, &[table.clone(), moved(other)]);
+        let outcome = ctl(&scratch, &["reload"]);
+        assert!(outcome.stdout.ends_with(said), "{}", outcome.stdout);
+        let mut client = open(&scratch, "a.qcow2");
+        assert_eq!(client.read(0, 512), Ok(vec![7; 512]));
+        assert_eq!(client.write(0, &[7; 512], 0), 0);
+    }
+    write(&config, &[table, moved("cache = \"writeback\"")]);
+    assert_eq!(ctl(&scratch, &["reload"]).success().stdout, "");
+    server.stop();
+}
+
+/// A disk keeps its image if its new one cannot be opened, although another disk was to have it.
+#[test]
+fn an_image_that_another_disk_takes_is_not_lost_to_its_own() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let at = |name: &str, image: &str| {
+        let [from, to] = [name, image].map(|name| format!("{:?}", scratch.path(name)));
+        disk(&scratch, name, &format!("name = \"{name}\"")).replace(&from, &to)
+    };
+    write(&config, &[table.clone(), at("a", "1.img"), at("b", "2.img")]);
+    let server = start(&scratch, &config, 2);
+    for name in ["a", "b"] {
+        assert_eq!(open(&scratch, name).write(0, name.repeat(512).as_bytes(), 0), 0);
+    }
+    let lost = at("b", "3.img").replace("create = \"1M\"\n", "");
+    write(&config, &[table.clone(), at("a", "2.img"), lost]);
+    let said = ctl(&scratch, &["reload"]).failure("changes failed: 2").stdout;
+    assert_eq!(said.matches("it goes on with the old options").count(), 2, "{said}");
+    for name in ["a", "b"] {
+        assert_eq!(open(&scratch, name).read(0, 512), Ok(name.repeat(512).into_bytes()));
+    }
+    // Two disks exchange their images, then one takes the other's.
+    write(&config, &[table.clone(), at("a", "2.img"), at("b", "1.img")]);
+    ctl(&scratch, &["reload"]).success();
+    assert_eq!(open(&scratch, "a").read(0, 512), Ok(vec![b'b'; 512]));
+    write(&config, &[table, at("a", "1.img"), at("b", "3.img")]);
+    ctl(&scratch, &["reload"]).success();
+    assert_eq!(open(&scratch, "a").read(0, 512), Ok(vec![b'a'; 512]));
+    assert_eq!(open(&scratch, "b").read(0, 512), Ok(vec![0; 512]));
     server.stop();
 }
 

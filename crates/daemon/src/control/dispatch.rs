@@ -198,7 +198,9 @@ async fn reload(running: &Running) -> Outcome {
 }
 
 async fn open(running: &Running, given: DiskConfig) -> Outcome {
-    let opened = running.open_and_serve(given.checked().map_err(invalid)?).await?;
+    let given = given.checked().map_err(invalid)?;
+    let access = given.access();
+    let opened = running.open_and_serve(given, access).await?;
     let exports = running.exports().of_disk(opened.name());
     result(OpenResult {
         disk: opened.name().to_owned(),

@@ -64,7 +64,8 @@ impl Context {
         let setup: DiskConfig =
             serde_json::from_value(params).map_err(|why| QmpError::generic(why.to_string()))?;
         let setup = DiskConfig { is_inactive, ..setup }.checked().map_err(QmpError::generic)?;
-        self.running.open_and_serve(setup).await.map(drop).map_err(QmpError::failed)
+        let access = setup.access();
+        self.running.open_and_serve(setup, access).await.map(drop).map_err(QmpError::failed)
     }
 
     /// The disk whose chain has a format node of this name, and the node's depth in the chain.

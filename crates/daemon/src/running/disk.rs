@@ -1,6 +1,6 @@
 //! A disk that is open, under its name.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -43,6 +43,18 @@ impl RunningDisk {
     /// The configuration that would open it in its present state, except its limits.
     pub(crate) fn setup_now(&self) -> DiskConfig {
         DiskConfig { threshold: self.threshold(), ..self.setup.clone() }
+    }
+
+    /// Whether the disk is open with these options: those that it was opened with, or the same with
+    /// the image that has replaced the first one.
+    pub(super) fn is_open_as(&self, setup: &DiskConfig) -> bool {
+        let is_moved = |moved: &Moved| {
+            moved.is_in(&setup.path)
+                && setup.format.is_none_or(|format| format == moved.format)
+                && [self.setup.cache, moved.cache].contains(&setup.cache)
+                && self.setup.with_image_of(setup).opens_like(setup)
+        };
+        self.setup.opens_like(setup) || self.moved().is_some_and(|moved| is_moved(&moved))
     }
 
     /// The image at a depth of the chain; `None` for an image without a name, which stands in for a
@@ -123,6 +135,13 @@ pub(crate) struct Moved {
     pub(crate) format: ImageFormat,
     /// The use of the host's page cache.
     pub(crate) cache: CacheMode,
+}
+
+impl Moved {
+    /// Whether this path leads to the image.
+    pub(super) fn is_in(&self, path: &Path) -> bool {
+        path == self.path || path.canonicalize().is_ok_and(|path| path == self.path)
+    }
 }
 
 /// A disk that is going to run.

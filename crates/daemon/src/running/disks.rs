@@ -143,19 +143,26 @@ impl Running {
     }
 
     /// Opens a disk, and serves it at its addresses. If an address cannot be used, the disk is
-    /// closed again.
+    /// closed again. With read-only `access`, a writable disk is read-only before its first client
+    /// comes, as after a request, and has no prefetch.
     ///
     /// # Errors
     /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
     /// name, or an address is in use or cannot be bound.
-    pub(crate) async fn open_and_serve(&self, setup: DiskConfig) -> Result<Arc<RunningDisk>> {
-        let disk = self.open_claimed(setup).await?;
-        begin_prefetch(self, &disk).await;
+    pub(crate) async fn open_and_serve(
+        &self,
+        setup: DiskConfig,
+        access: Access,
+    ) -> Result<Arc<RunningDisk>> {
+        let disk = self.open_claimed(setup, access).await?;
+        if access == Access::ReadWrite {
+            begin_prefetch(self, &disk).await;
+        }
         Ok(disk)
     }
 
     /// Claims the names of a disk while it is opened and served.
-    async fn open_claimed(&self, setup: DiskConfig) -> Result<Arc<RunningDisk>> {
+    async fn open_claimed(&self, setup: DiskConfig, access: Access) -> Result<Arc<RunningDisk>> {
         let name = setup.name().to_owned();
         let mut names: Vec<_> =
             setup.exports.iter().map(|address| Name::Socket(address.socket())).collect();
@@ -182,7 +189,7 @@ impl Running {
         let setup = DiskConfig { is_inactive: false, ..setup };
         let disk = self.adopt(setup, Arc::new(disk), None);
         self.events.tell(Event::DiskOpened { disk: name.clone() });
-        if let Err(error) = self.begin_serving(&disk).await {
+        if let Err(error) = self.begin_serving(&disk, access).await {
             for export in self.exports.of_disk(&name) {
                 self.exports.end(&export).await?;
             }
@@ -193,8 +200,11 @@ impl Running {
         Ok(disk)
     }
 
-    /// Applies the limits of a disk that was just opened, and serves it.
-    async fn begin_serving(&self, disk: &Arc<RunningDisk>) -> Result<()> {
+    /// Applies the limits and the access of a disk that was just opened, and serves it.
+    async fn begin_serving(&self, disk: &Arc<RunningDisk>, access: Access) -> Result<()> {
+        if access == Access::ReadOnly && !disk.setup.is_read_only() {
+            disk.disk.set_access(access).await?;
+        }
         self.disks.limit(disk, &disk.setup.limits)?;
         for address in &disk.setup.exports {
             self.serve(disk, address.clone(), ExportRights::default()).await?;

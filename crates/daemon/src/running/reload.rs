@@ -1,5 +1,6 @@
 //! Applies a changed configuration, without touching its unchanged parts.
 
+use std::iter;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -56,52 +57,94 @@ impl ReloadResult {
 
 /// A disk that a reload has closed, as it was until then.
 struct ClosedDisk {
-    /// The options that open it again, with its limits, and without exports.
+    /// The options that the file had for it.
+    old: DiskConfig,
+    /// The options that open it as it was, with its limits, and without exports.
     setup: DiskConfig,
     access: Access,
     exports: Vec<RunningExport>,
 }
 
 impl ClosedDisk {
-    /// The state of an open disk. The image exists, so nothing is created. A disk that a request
-    /// has made read-only has no prefetch, which would write to it.
-    fn of(running: &Running, open: &RunningDisk) -> Self {
-        let (limits, access, setup) = (open.limits(), open.disk.access(), open.setup_now());
-        let prefetch = setup.prefetch.filter(|_| access == Access::ReadWrite);
-        let setup = DiskConfig { create: None, exports: Vec::new(), limits, prefetch, ..setup };
+    /// The state of an open disk, with the image that it goes on in. The image exists, so nothing
+    /// is created.
+    fn of(running: &Running, open: &RunningDisk, old: &DiskConfig) -> Self {
+        let setup = DiskConfig {
+            create: None,
+            exports: Vec::new(),
+            limits: open.limits(),
+            ..open.setup_now()
+        };
+        let setup = match open.moved() {
+            Some(Moved { path, format, cache }) => {
+                DiskConfig { path, format: Some(format), cache, ..setup }
+            }
+            None => setup,
+        };
         let exports = running.exports.of_disk(open.name());
-        Self { setup, access, exports }
+        Self { old: old.clone(), setup, access: open.disk.access(), exports }
     }
 
-    /// Opens the disk again, and adds its exports.
+    /// The limits that it had. A group that has other members keeps those that it has now.
+    fn limits(&self, running: &Running) -> LimitsConfig {
+        let group = self.setup.limits.group.clone();
+        let joins = LimitsConfig { group, ..LimitsConfig::default() };
+        let has_members = joins.group.is_some() && running.disks.check_limits(&joins).is_ok();
+        if has_members { joins } else { self.setup.limits.clone() }
+    }
+
+    /// Opens the disk with other options. Limits, access and exports that requests have set stay,
+    /// unless the file has changed them, too.
+    ///
+    /// # Errors
+    /// The disk cannot be opened.
+    async fn open_as(
+        &self,
+        running: &Running,
+        new: &DiskConfig,
+        done: &mut ReloadResult,
+    ) -> Result<()> {
+        let old = &self.old;
+        let mut setup = new.clone();
+        if new.limits.means(&old.limits) {
+            setup.limits = self.limits(running);
+        }
+        if new.threshold == old.threshold {
+            setup.threshold = self.setup.threshold;
+        }
+        let is_same_access = new.is_read_only() == old.is_read_only();
+        let access = if is_same_access { self.access } else { new.access() };
+        running.open_and_serve(setup, access).await?;
+        let is_requested = |export: &&RunningExport| {
+            [old, new].iter().all(|file| !file.exports.contains(&export.address))
+        };
+        self.serve(running, self.exports.iter().filter(is_requested), done).await;
+        Ok(())
+    }
+
+    /// Opens the disk as it was, with its exports.
     ///
     /// # Errors
     /// The disk cannot be opened.
     async fn reopen(&self, running: &Running, done: &mut ReloadResult) -> Result<()> {
-        let mut setup = self.setup.clone();
-        // A group that has other members keeps the limits that it has now.
-        let group = LimitsConfig { group: setup.limits.group.clone(), ..LimitsConfig::default() };
-        if group.group.is_some() && running.disks.check_limits(&group).is_ok() {
-            setup.limits = group;
-        }
-        let (name, is_writable) = (setup.name().to_owned(), !setup.is_read_only());
-        running.open_and_serve(setup).await?;
-        if is_writable && self.access == Access::ReadOnly {
-            let protected = running.set_access(&name, self.access).await;
-            if protected.is_err() {
-                // A disk that became writable again could lose what the request protects.
-                running.close(&name, true).await?;
-            }
-            protected?;
-        }
-        for RunningExport { address, rights, .. } in &self.exports {
-            // An export that fails does not prevent the others.
-            let added = running.add_export(&name, address.clone(), *rights, (&[], None)).await;
-            if let Err(error) = added {
-                done.failed.push(format!("{name}: {error:#}"));
-            }
-        }
+        let setup = DiskConfig { limits: self.limits(running), ..self.setup.clone() };
+        running.open_and_serve(setup, self.access).await?;
+        self.serve(running, &self.exports, done).await;
         Ok(())
+    }
+
+    /// Adds exports. One that fails does not prevent the others.
+    async fn serve(
+        &self,
+        running: &Running,
+        exports: impl IntoIterator<Item = &RunningExport>,
+        done: &mut ReloadResult,
+    ) {
+        let name = self.setup.name();
+        for RunningExport { address, rights, .. } in exports {
+            let added = running.add_export(name, address.clone(), *rights, (&[], None)).await;
+            done.failed.extend(added.err().map(|error| format!("{name}: {error:#}")));
+        }
     }
 }
 
@@ -130,7 +173,7 @@ pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResul
         let new = named(&wanted, old.name());
         is_open_as(running, old) && new.is_none_or(|new| !is_open_as(running, new))
     });
-    for new in &wanted {
+    for new in opening_order(&wanted, &closed) {
         if named(&staying, new.name()).is_some() {
             continue;
         }
@@ -141,7 +184,8 @@ pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResul
         }
         let closed = closed.iter().find(|closed| closed.setup.name() == new.name());
         if !open_configured(running, new, closed, &mut done).await {
-            staying.extend(old.filter(|old| is_open_as(running, old)).cloned());
+            let open = running.disks.find(new.name());
+            staying.extend(old.zip(open).map(|(old, open)| old.with_image_of(&open.setup)));
         }
     }
     running.disks.sort_as(wanted.iter().map(DiskConfig::name));
@@ -169,7 +213,23 @@ fn known_by_address(running: &Running, mut disks: Vec<DiskConfig>) -> Vec<DiskCo
 /// Whether a disk is open with these options. A request may have closed it or opened another one of
 /// its name.
 fn is_open_as(running: &Running, setup: &DiskConfig) -> bool {
-    running.disks.find(setup.name()).is_some_and(|open| open.setup.opens_like(setup))
+    running.disks.find(setup.name()).is_some_and(|open| open.is_open_as(setup))
+}
+
+/// The disks in the order in which they are opened: a disk that takes the image of another one
+/// follows it. Reason: the other one needs its image if it goes on with the old options.
+fn opening_order<'a>(wanted: &'a [DiskConfig], closed: &[ClosedDisk]) -> Vec<&'a DiskConfig> {
+    let follows = |disk: &DiskConfig| {
+        let former = closed.iter().find(|closed| closed.setup.path == disk.path)?;
+        named(wanted, former.setup.name()).filter(|other| other.name() != disk.name())
+    };
+    // Disks that exchange their images form a circle.
+    let depth = |disk: &&'a DiskConfig| {
+        iter::successors(Some(*disk), |disk| follows(disk)).take(wanted.len()).count()
+    };
+    let mut order: Vec<_> = wanted.iter().collect();
+    order.sort_by_key(depth);
+    order
 }
 
 /// Closes the disks that are not wanted, or wanted with other options.
@@ -182,18 +242,18 @@ async fn close_changed(
     let mut closed = Vec::new();
     for old in before {
         let (name, new) = (old.name(), named(wanted, old.name()));
-        let open = running.disks.find(name).filter(|open| open.setup.opens_like(old));
-        let Some(open) = open.filter(|_| new.is_none_or(|new| !new.opens_like(old))) else {
+        let open = running.disks.find(name).filter(|open| open.is_open_as(old));
+        let Some(open) = open.filter(|open| new.is_none_or(|new| !open.is_open_as(new))) else {
             continue;
         };
-        let as_before = ClosedDisk::of(running, &open);
-        let outcome = match open.moved().filter(|_| new.is_some()) {
+        let as_before = ClosedDisk::of(running, &open, old);
+        let outcome = match open.moved().zip(new) {
             // The image of the file is not the disk's image any longer.
-            Some(Moved { path, .. }) => Err(anyhow!(
+            Some((moved, new)) if !moved.is_in(&new.path) => Err(anyhow!(
                 "the disk goes on in {}: name that image in the file, or close the disk first",
-                path.display()
+                moved.path.display()
             )),
-            None => running.close(name, true).await,
+            _ => running.close(name, true).await,
         };
         match outcome {
             Ok(()) if new.is_none() => done.closed.push(name.to_owned()),
@@ -242,7 +302,11 @@ async fn open_configured(
     done: &mut ReloadResult,
 ) -> bool {
     let name = new.name();
-    let Err(error) = running.open_and_serve(new.clone()).await else {
+    let opened = match closed {
+        Some(closed) => closed.open_as(running, new, done).await,
+        None => running.open_and_serve(new.clone(), new.access()).await.map(drop),
+    };
+    let Err(error) = opened else {
         done.opened.push(name.to_owned());
         return true;
     };
