@@ -33,7 +33,7 @@ pub struct Arguments {
     /// Options as NAME=VALUE,...: compat, lazy_refcounts, size, data_file. 'help' explains them.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...", required = true, value_parser = parse)]
     options: Vec<Changes>,
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Allow the loss of the last key of an encrypted image, or of the key of a slot in use.

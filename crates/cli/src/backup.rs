@@ -54,7 +54,7 @@ pub struct Arguments {
     /// and must be in the same folder.
     #[arg(long, short, value_name = "FILE", requires = "incremental")]
     base: Option<PathBuf>,
-    /// The format of that backup; left out, its name decides (.qcow2, otherwise raw).
+    /// The format of that backup; left out, its name decides (docs/formats.md; otherwise raw).
     #[arg(long, short = 'F', value_name = "FORMAT", requires = "base")]
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     base_format: Option<ImageFormat>,

@@ -23,7 +23,7 @@ pub struct BlockSizeArgs {
 }
 
 impl BlockSizeArgs {
-    /// The sizes.
+    /// The block sizes, checked.
     ///
     /// # Errors
     /// A text that says why no disk has such sizes.

@@ -30,7 +30,7 @@ const MAX_IN_FLIGHT: usize = 16;
 /// Arguments of `commit`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// The backing file to commit into; left out, the image's own. If it is further down the chain,

@@ -1,16 +1,16 @@
 //! `blockhouse create`: new images.
 //!
-//! Guarantees: a file that exists is not changed (unless the program is called qemu-img), a new
-//! image is durable when the command ends, and a command that fails leaves no file. A qcow2 image
-//! overwrites a block device only after checks that nothing uses the device and that the metadata
-//! fits; the device's old bytes are not visible in the new disk. A raw disk on a block device is
-//! the device itself, and keeps its content. Unknown or contradictory options are wrong usage:
-//! nothing is created.
+//! Guarantees: a file that exists is not changed, except what an interrupted creation left (and any
+//! file if the program is called qemu-img), a new image is durable when the command ends, and a
+//! command that fails leaves no file with the image's name. A qcow2 image overwrites a block device
+//! only after checks that nothing uses the device and that the metadata fits; the device's old
+//! bytes are not visible in the new disk. A raw disk on a block device is the device itself, and
+//! keeps its content. Unknown or contradictory options are wrong usage: nothing is created.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
     AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
     Purpose, QemuName, StateUse, behind_links, check_new_apart, check_raw_backing, create_as,
@@ -99,7 +99,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         Some(named) => named.map_err(|why| anyhow!("{}: {why}", image.display()))?.path,
         None => image,
     };
-    // The image's other files are found from the folder of the name as given, as they are later.
+    // The image's other files are found from the folder of the name as given, as at each opening.
     let given = image;
     let image = behind_links(&given);
     arguments.size = size;
@@ -374,8 +374,8 @@ pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) 
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// As [`create_raw`], but the file has another name until its space is allocated, so that a file
-/// with the image's name is always complete.
+/// As [`create_raw`], but a new file has another name until its space is allocated, so that a file
+/// with the image's name is complete. If the final rename fails, the other file remains.
 async fn create_whole_raw(
     image: &Path,
     size: u64,
@@ -403,7 +403,7 @@ async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Resu
         Ok(Some(free)) if 0 < free && free < bytes => {
             let (bytes, free) = (size::show(bytes), size::show(free));
             let what = format!("its space is {bytes}, and the file system has {free} left");
-            let error = blockhouse_core::Error::new(ErrorKind::NoSpace, what);
+            let error = Error::new(ErrorKind::NoSpace, what);
             Err(error.on(storage.name()).hint("make room, or leave preallocation out"))
         }
         _ => Ok(()),
@@ -413,7 +413,7 @@ async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Resu
 /// Makes a new raw image. `progress` counts the space that `mode` allocates.
 ///
 /// # Errors
-/// The error names the file. After an error no file is left.
+/// The error names the file. An unfinished image is removed.
 pub async fn create_raw(
     image: &Path,
     size: u64,
@@ -422,8 +422,8 @@ pub async fn create_raw(
     progress: &ToolProgress,
 ) -> Result<()> {
     create_as(image, size, ImageFormat::Raw, file).await?;
-    let Some(mode) = mode else { return allocate_first_block(image, size) };
     let finish = async {
+        let Some(mode) = mode else { return allocate_first_block(image, size) };
         let storage = open_created(image).await?;
         check_room(&storage, size).await?;
         progress.begin(size);
@@ -448,7 +448,7 @@ fn cut_after_l1(image: &Path) -> std::io::Result<()> {
 
 /// Under the name qemu-img: writes the first block of a new file, as qemu-img does. Programs probe
 /// the alignment of O_DIRECT by reading that block.
-fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
+fn allocate_first_block(image: &Path, size: u64) -> blockhouse_core::Result<()> {
     const BLOCK: usize = 4096;
     if !called_as::is_qemu_img() || !image.is_file() {
         return Ok(());
@@ -456,14 +456,15 @@ fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
     let zeros = vec![0; BLOCK.min(usize::try_from(size).unwrap_or(BLOCK))];
     let file = std::fs::OpenOptions::new().write(true).open(image);
     let written = file.and_then(|mut file| std::io::Write::write_all(&mut file, &zeros));
-    written.with_context(|| format!("{}: cannot write its first block", image.display()))
+    let failed = |error| Error::host("cannot write its first block", error);
+    written.map_err(|error| failed(error).on(&image.display().to_string()))
 }
 
 /// Makes a new qcow2 image. Prints a message for each file that the image names and that commands
-/// open only with an option. `progress` counts tables and space that is allocated.
+/// open only with an option. `progress` counts L2 tables and allocated space.
 ///
 /// # Errors
-/// The error names the file. After an error no file is left.
+/// The error names the file. An unfinished image is removed.
 pub async fn create_qcow2(
     image: &Path,
     options: &qcow2::CreateOptions,

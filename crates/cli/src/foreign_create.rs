@@ -12,7 +12,7 @@ use blockhouse_storage::ImageStorage;
 /// Makes an empty image.
 ///
 /// # Errors
-/// The error names the file. After an error no file is left.
+/// The error names the file. If the new image cannot be written, its file is removed.
 pub async fn create(
     path: &Path,
     kind: ForeignKind,
@@ -57,7 +57,7 @@ pub async fn begin(
     Ok(NewImage::new(storage, image, size))
 }
 
-/// The options and what differs in each image: the name of its file, the time, random bytes.
+/// The options with the values that each image has of its own: file name, time, random bytes.
 ///
 /// # Errors
 /// The host has no random bytes.

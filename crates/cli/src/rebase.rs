@@ -22,7 +22,7 @@ use crate::progress::{Progress, ProgressArgs};
 /// Arguments of `rebase`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Change only the name in the image: for a backing file that was moved. If the new file's

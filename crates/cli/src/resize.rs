@@ -19,7 +19,7 @@ use blockhouse_config::size::{self, NewSize};
 /// Arguments of `resize`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Allow a smaller size: the data beyond the new size is lost.
@@ -79,7 +79,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })?;
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
-    // In qemu-img a raw disk may end anywhere, and the message rounds its size to whole sectors.
+    // qemu-img takes any size for a raw disk; here a disk has whole sectors, so it is rounded up.
     let is_raw = disk.image().cluster_size().is_none();
     let size = if is_raw && called_as::is_qemu_img() { size.next_multiple_of(512) } else { size };
     if size < old && arguments.preallocation != Space::Later {
@@ -115,8 +115,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> anyhow::Error {
     let durability = Durability::None;
     let undo = async {
-        // The range is discarded first, because making the disk shorter may need space for its
-        // tables.
+        // The range is discarded first, because making the disk shorter may need space for
+        // metadata.
         disk.submit(Request::Discard { range: added, durability }).await?;
         disk.flush().await?;
         disk.shrink(added.offset()).await
@@ -129,7 +129,7 @@ async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> an
 }
 
 async fn resize(disk: &ImageDisk, size: u64, may_shrink: bool) -> Result<()> {
-    // A device has a fixed size.
+    // A raw disk on a device cannot be resized, not even to its own size.
     if size == disk.size() {
         return Ok(());
     }

@@ -112,7 +112,7 @@ struct Image {
 /// How an image is reached.
 #[derive(clap::Args)]
 struct ImageAccess {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Under the name qemu-img: list the snapshots of an image that another program uses.

@@ -28,7 +28,7 @@ pub struct DiskConfig {
     /// The image: an absolute path, or the URI of an export of another server.
     pub path: PathBuf,
     /// raw, qcow2, or a format that is only read (docs/formats.md). Left out, the file's name
-    /// decides (.qcow2 and those formats, otherwise raw).
+    /// decides (.qcow2, .vmdk and so on, otherwise raw).
     #[serde(default, deserialize_with = "some_text")]
     #[schemars(with = "Option<String>")]
     pub format: Option<ImageFormat>,

@@ -18,7 +18,7 @@ pub struct TlsParameters {
 }
 
 impl TlsParameters {
-    /// The parameters of a user's name and of names that begin with `tls-`, all percent-encoded.
+    /// Parses the URI's user name and its `tls-` parameters. All values are percent-encoded.
     ///
     /// # Errors
     /// A parameter is unknown, is given twice, has an invalid value, or contradicts another.

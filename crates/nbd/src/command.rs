@@ -196,7 +196,7 @@ fn decode_command(
                 durability,
             })
         }
-        // `check_flags` has refused all types but BLOCK_STATUS before this.
+        // Only BLOCK_STATUS is left: `check_flags` refuses unknown types.
         _ => block_status(header, options),
     }
 }

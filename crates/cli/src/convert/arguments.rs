@@ -104,7 +104,7 @@ pub struct Arguments {
     pub(super) target: PathBuf,
 }
 
-/// The options of qemu-img that are always in force here.
+/// Options of qemu-img that change nothing here: the first two are always in force.
 #[derive(clap::Args)]
 struct Habits {
     /// Several requests are in flight.
@@ -113,7 +113,7 @@ struct Habits {
     /// Requests are written in any order.
     #[arg(short = 'W', hide = true)]
     out_of_order: bool,
-    /// No host does the copy by itself.
+    /// Copy offloading, which does not exist here.
     #[arg(short = 'C', hide = true, conflicts_with = "salvage")]
     copy_offloading: bool,
 }

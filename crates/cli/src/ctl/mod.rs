@@ -206,7 +206,7 @@ struct Open {
     /// The disk's name, unlike all others. Left out: the name of the image's file.
     #[arg(long)]
     name: Option<String>,
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short)]
     format: Option<String>,
     /// The host's cache: none, writeback, writethrough, directsync or unsafe.

@@ -104,10 +104,10 @@ pub struct Arguments {
     /// and drops writes: for benchmarks without a disk.
     #[arg(required_unless_present_any = ["config", "list"], value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// Whether the backing file is read: options of the image say it.
+    /// Whether the backing file is read, from the image's options (--image-opts).
     #[arg(skip)]
     backing_use: BackingUse,
-    /// The part of its file that the image is: options of the image say it.
+    /// The part of the file that is the image, from the image's options and -o.
     #[arg(skip)]
     part: Option<FilePart>,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or
@@ -545,7 +545,7 @@ impl Arguments {
         }
     }
 
-    /// Whether the command line names no address, so that the server prints a hint on how to
+    /// Whether the command line names no NBD address, so that the server prints a hint on how to
     /// connect.
     pub(super) fn wants_hint(&self) -> bool {
         self.nbd.is_empty() && self.config.is_none()

@@ -98,8 +98,8 @@ fn fork() -> Result<ExitCode> {
     }
 }
 
-/// Prints that everything listens, and notifies the service manager. The server runs even if these
-/// lines cannot be printed.
+/// Prints that everything listens, and notifies the service manager. If these lines cannot be
+/// printed, a server in the foreground continues, and one in the background ends.
 fn announce(service: &Service, verbose: bool, in_background: bool) {
     // The findings in the images are logged before anything is served, also by a server that is
     // killed at once.

@@ -1,4 +1,4 @@
-//! The command line of qemu-storage-daemon: the meaning of each option, in the order of the words.
+//! The command line of qemu-storage-daemon: the commands and devices that its options request.
 
 use std::path::PathBuf;
 
@@ -104,7 +104,7 @@ impl FromArgMatches for Arguments {
 /// The commands and devices that the command line requests.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Commands of QMP, in the order of the words.
+    /// Commands of QMP, in the order of their options.
     pub commands: Vec<FirstCommand>,
     /// The character devices of monitors.
     pub monitors: Vec<Chardev>,

@@ -56,8 +56,8 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
             ("id", _) => id = Some(value.to_owned()),
             ("path", "socket") => path = Some(PathBuf::from(value)),
             ("server", "socket") => is_server = switch(key, value)?,
-            // These values are checked but have no effect, because startup does not wait for a
-            // client.
+            // These values are checked but have no effect: startup never waits for a client, and a
+            // terminal's signals stay as they are.
             ("wait", "socket") | ("signal", "stdio") => _ = switch(key, value)?,
             ("host" | "port" | "fd", "socket") => {
                 return Err(format!(

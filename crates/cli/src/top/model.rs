@@ -18,7 +18,7 @@ pub struct Snapshot {
     pub disks: BTreeMap<String, DiskReading>,
 }
 
-/// A disk.
+/// The metrics of one disk.
 #[derive(Clone, Debug, Default)]
 pub struct DiskReading {
     /// The format.
@@ -47,7 +47,7 @@ pub struct DiskReading {
 pub struct Series {
     /// The number of requests that have ended.
     pub count: u64,
-    /// Bytes.
+    /// The bytes of these requests.
     pub bytes: u64,
     /// The number of requests that failed.
     pub errors: u64,
@@ -75,7 +75,8 @@ impl Sample {
 }
 
 impl Snapshot {
-    /// Parses the server's answer. Unknown metrics are ignored, because the server may be newer.
+    /// Parses the server's answer. Metrics with unknown names are ignored, because the server may
+    /// be newer; their samples must have the known form.
     ///
     /// # Errors
     /// The answer is not a server's metrics.

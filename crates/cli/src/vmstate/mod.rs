@@ -49,7 +49,7 @@ enum Action {
 /// The image and its snapshot.
 #[derive(clap::Args)]
 struct Image {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
     #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// The host's cache: none, writeback, writethrough, directsync or unsafe.

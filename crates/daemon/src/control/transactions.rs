@@ -1,4 +1,4 @@
-//! The method of transactions.
+//! The method `disk.transaction`.
 
 use std::num::NonZeroU64;
 

@@ -64,7 +64,7 @@ pub(super) enum Locked {
 /// A file system without such locks leaves the image unlocked, with a warning in the log.
 ///
 /// # Errors
-/// [`ErrorKind::Locked`] with the holder's process, if it can be found.
+/// [`ErrorKind::Locked`] with the holder's process, if it can be found; the host's errors.
 pub(super) fn lock(file: &HostFile, access: Access) -> Result<Locked> {
     let locked = lock_bytes(file, access)?;
     // The process that hands a file over has checked this already.

@@ -62,10 +62,10 @@ fn advice_for(name: &str, path: &str) -> String {
     format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
 }
 
-/// The format by the name of an image: `.qcow2`, otherwise raw. For an image in Ceph, the name ends
-/// before the snapshot and the parameters. An export of another server is raw, whatever its name
-/// is. A format before the last suffix (`disk.qcow2.bak`) counts if the file's content has that
-/// format.
+/// The format by the suffix of an image's name ([`ImageFormat::by_name`]), otherwise raw. For an
+/// image in Ceph, the name ends before the snapshot and the parameters. A null device and an export
+/// of another server are raw, whatever the name is. A format before the last suffix
+/// (`disk.qcow2.bak`) counts if the file's content has that format.
 pub fn format_by_name(name: &Path) -> ImageFormat {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => ImageFormat::by_name(Path::new(location.image())),
@@ -170,7 +170,7 @@ fn is_of_no_format(suffix: &OsStr) -> bool {
 }
 
 /// Refuses a raw backing file whose content looks like another format: the guest would see the
-/// tables of that image instead of its disk.
+/// metadata of that image instead of its disk.
 ///
 /// # Errors
 /// `InvalidInput` that names the file; errors of opening it. Needs the event loop of the current

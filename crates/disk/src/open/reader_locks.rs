@@ -24,8 +24,8 @@ fn readers(layer: &Layer<ImageStorage>) -> Vec<&HostFile> {
 /// of its side file. Releases the locks of the layer's other file.
 ///
 /// # Errors
-/// As [`lock_in_place_of`]. After an error the caller [locks](lock_readers) the layer's files
-/// again.
+/// As [`check_alone`] and [`lock_in_place_of`]. After an error the caller [locks](lock_readers) the
+/// layer's files again.
 pub(super) fn take_from_readers(
     layer: &Layer<ImageStorage>,
     file: &HostFile,
@@ -37,8 +37,8 @@ pub(super) fn take_from_readers(
         if identity_of(reader)? == wanted {
             lock_in_place_of(file, reader)?
         } else {
-            // `file` is the raw image and `reader` its side file, or the reverse. The new opening
-            // locks the file of `reader` next.
+            // `reader` is the layer's other file: the raw image of a side file, a side file, or a
+            // data file. The new opening locks that file next.
             reader.release_locks()
         }
     }
@@ -48,7 +48,7 @@ pub(super) fn take_from_readers(
 /// Keeps further disks from using a layer that is about to be opened for writing.
 ///
 /// # Errors
-/// `Unsupported` if images of other disks are over it.
+/// `Unsupported` if other disks read through it.
 pub(super) fn check_alone(layer: &Layer<ImageStorage>) -> Result<()> {
     layer.stands().keep();
     if layer.stands().count() > 1 {

@@ -2,9 +2,9 @@
 //!
 //! A file system completes an asynchronous durable write by a kernel thread, which flushes the
 //! disk, and the kernel wakes the loop only then. A synchronous write flushes on the thread that
-//! waits. With free processors both take as long; with busy processors each wake-up waits for a
-//! processor, so the asynchronous write takes several times as long. So the loop measures both ways
-//! for each file, and uses the shorter one ([`Trial`]), unless the engine itself has threads only.
+//! waits. With free processors both take the same time; with busy processors each wake-up waits for
+//! a processor, so the asynchronous write takes several times as long. So the loop measures both
+//! ways for each file, and uses the faster one ([`Trial`]), unless the engine has only threads.
 //! A durable write that starts while another one is in flight shares wake-ups and flushes, so the
 //! engine always makes it.
 //!
@@ -52,8 +52,8 @@ impl LoneWrites {
         Self { in_flight: 0, has_choice: engine != Engine::Threads, trials, measured: None }
     }
 
-    /// An operation starts. Returns whether a thread of the pool makes its call, which
-    /// `try_by_thread` attempts.
+    /// Counts an operation that starts. `try_by_thread` gives its call to a thread of the pool, if
+    /// one is free. Returns whether a thread makes the call.
     pub(crate) fn start(
         &mut self,
         token: Token,

@@ -6,8 +6,8 @@
 //! invariant 6 (ARCHITECTURE.md): no request waits for a sleeping loop.
 //!
 //! How: "is the loop asleep" and "are there messages" are one state under one mutex, so that in no
-//! order of events a loop sleeps while it has a message. `mailbox::loom_model` checks every
-//! interleaving of the protocol, and that the check fails without the notification.
+//! order of events a loop sleeps while it has a message. `mailbox::loom_model` checks the protocol
+//! (interleavings with up to three forced switches), and that it fails without the notification.
 
 #[cfg(loom)]
 use loom::sync::{
@@ -106,7 +106,7 @@ impl<M> Mailbox<M> {
     }
 }
 
-/// Every interleaving of posters and a loop. Run by `cargo xtask loom`.
+/// Interleavings of posters and a loop, with up to `SWITCHES` switches. Run by `cargo xtask loom`.
 #[cfg(all(test, loom))]
 mod loom_model {
     use loom::sync::{Arc, Condvar, Mutex};

@@ -95,8 +95,8 @@ impl HostFile {
         self.kind
     }
 
-    /// The space in the file's file system: free space for this process, shared with others, and
-    /// the total.
+    /// The free space of the file's file system, as far as this process may use it, and its total
+    /// space, in bytes.
     ///
     /// # Errors
     /// The host's error.

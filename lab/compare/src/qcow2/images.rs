@@ -1,4 +1,4 @@
-//! The images of the comparison, each made when it is first needed and kept where its storage is.
+//! The images of the comparison: mapped ones are made at the start, others when first needed.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -44,7 +44,8 @@ struct Halves {
 }
 
 impl Images {
-    /// Makes the images that `tasks` need and that are kept, of `size` bytes, a multiple of 1 MiB.
+    /// Makes the mapped images, of `size` bytes, a multiple of 1 MiB, and the storage of the empty
+    /// ones, as far as `tasks` need them.
     pub fn new(
         kind: Kind,
         size: u64,
@@ -75,7 +76,7 @@ impl Images {
         Ok(Self { kind, disk, size, description, raw, qcow2, scratch, huge: None, halves: None })
     }
 
-    /// The place of the images, for reports.
+    /// Describes the storage of the images, for reports.
     pub fn description(&self) -> String {
         self.description.clone()
     }

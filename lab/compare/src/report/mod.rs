@@ -19,9 +19,9 @@ use blockhouse_figures::{Spread, median_interval};
 
 /// The conditions, other than the programs, that the figures depend on.
 pub struct Environment {
-    /// The processor's name and how many of it the system sees.
+    /// The number of processors that this process may use, and their name.
     pub processor: String,
-    /// The kernel's release, without what its builder appended.
+    /// The kernel's release up to the first hyphen, without the builder's suffix.
     pub kernel: String,
     /// Names with versions of the servers and of fio.
     pub versions: Vec<(String, String)>,
@@ -52,7 +52,7 @@ impl Environment {
     }
 }
 
-/// The processor's name and how many of it the system sees.
+/// The number of processors that this process may use, and their name.
 pub fn processor() -> Result<String> {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").context("cannot read cpuinfo")?;
     let model = cpuinfo
@@ -62,7 +62,7 @@ pub fn processor() -> Result<String> {
     Ok(format!("{} x {model}", std::thread::available_parallelism()?))
 }
 
-/// The kernel's release, without what its builder appended.
+/// The kernel's release up to the first hyphen, without the builder's suffix.
 pub fn kernel() -> String {
     let uname = rustix::system::uname();
     let release = uname.release().to_string_lossy();
@@ -79,7 +79,7 @@ pub fn spread(values: impl IntoIterator<Item = f64>, digits: usize) -> String {
     cell(Spread::of(values), digits)
 }
 
-/// The kind of figure.
+/// A quantity that is reported for a server in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Figure {
     /// Thousands of requests, or MiB, a second.

@@ -132,7 +132,7 @@ pub fn writes(node: &Path) -> Result<u64> {
 /// The file systems that images lie on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum FileSystem {
-    /// ext4 with its defaults, but that its clock commits nothing.
+    /// ext4 with its defaults, but it commits its journal only every ten minutes.
     Ext4,
     /// XFS with its defaults.
     Xfs,
@@ -162,7 +162,7 @@ impl FileSystem {
         let made = match self {
             Self::Ext4 => {
                 let at_once = "lazy_itable_init=0,lazy_journal_init=0";
-                // By default a small file system gets small blocks, which large ones never have.
+                // By default a small file system has blocks of 1 KiB, and a large one of 4 KiB.
                 tool("mkfs.ext4", &["-q", "-F", "-b", "4096", "-E", at_once, disk])
             }
             Self::Xfs => tool("mkfs.xfs", &["-q", "-f", disk]),
@@ -182,7 +182,7 @@ impl Mount {
         Self::at(kind, disk, Path::new("/mnt"))
     }
 
-    /// Mounts `disk` at `place`, which is made if it is not there.
+    /// Mounts `disk` at `place`, a folder that is created if it is missing.
     pub fn at(kind: FileSystem, disk: &Path, place: &Path) -> Result<Self> {
         let place = place.to_owned();
         std::fs::create_dir_all(&place)

@@ -40,9 +40,9 @@ impl GuestRegion {
     }
 }
 
-/// Maximum segments of one vector: four times the buffers of the longest descriptor chain, because
-/// a driver's buffers may lie across regions. A guest may name the same range many times. Each
-/// time, every region border in it begins a new segment.
+/// Maximum segments of one vector: about four times the buffers of the longest descriptor chain,
+/// because a driver's buffers may lie across regions. A guest may name the same range many times.
+/// Each time, every region border in it begins a new segment.
 pub const MAX_SEGMENTS: usize = 4096;
 
 /// A range of `n` bytes may have at most `2 + n / MIN_PIECE` pieces, one for each region. Regions

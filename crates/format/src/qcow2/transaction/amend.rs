@@ -4,8 +4,8 @@
 //! crash leaves the old options or the new options. The transaction writes the snapshot table anew,
 //! because version 3 requires more data in its entries. Tables of version 2 are valid in version 3.
 //! For a change to version 2, zero clusters are removed, with tables beside the active tables
-//! (`zero_clusters`). An image with any other feature that version 2 lacks keeps its version, as
-//! with QEMU.
+//! (`zero_clusters`), and lazy refcounts are turned off. An image with any other feature that
+//! version 2 lacks keeps its version, as with QEMU.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -31,7 +31,7 @@ const CONVERT: &str = "'blockhouse convert -O qcow2 -o compat=0.10 IMAGE NEW' ma
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amendments {
     /// The revision of the format. An earlier revision is possible only if the image has no newer
-    /// feature other than zero clusters.
+    /// feature other than zero clusters and lazy refcounts.
     pub version: Option<Version>,
     /// Whether refcounts may be written late: only in version 3.
     pub lazy_refcounts: Option<Switch>,
