@@ -39,9 +39,10 @@ fn crash_at_every_death_of_a_server_of_raw_images() {
 #[test]
 fn crash_at_every_death_of_a_server_of_qcow2_images() {
     let test = "crash_at_every_death_of_a_server_of_qcow2_images";
-    let replayed = restart(test, 250, Layout::qcow2, State::Kept);
+    let replays = || restart(test, 250, Layout::qcow2, State::Kept) > 0;
+    // One in 25 seeds replays a change. A quarter of the seeds may have none of these.
     let is_one = SeedSelection::of_this_run() == SeedSelection::One;
-    assert!(is_one || replayed > 0, "nothing was replayed");
+    assert!((0..4).any(|_| replays()) || is_one, "nothing was replayed");
 }
 
 /// A start fails only where the device is full.
