@@ -12,7 +12,8 @@ pub struct ForkDiskParams {
     /// The name.
     pub disk: String,
     /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a
-    /// name beside its image, and none for a read-only disk or one in Ceph.
+    /// name beside its image, or its overlay itself if nothing was written to that, and none for a
+    /// read-only disk or one in Ceph.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay is there already: a qcow2 image as long as the disk to which nothing
     /// was written, and which no other disk has. Its header gets the name of the layer.
@@ -38,7 +39,8 @@ pub struct ForkChildParams {
 pub struct ForkedDisk {
     /// The name.
     pub disk: String,
-    /// The image at the fork. If the disk continues in an overlay, no program may change it.
+    /// The image with what the disk is at the fork. If the disk goes on in an overlay, no program may
+    /// change it.
     pub layer: PathBuf,
     /// The image in which it goes on. Left out for a read-only disk and for one in Ceph, which go
     /// on as they are.

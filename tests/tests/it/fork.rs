@@ -146,6 +146,54 @@ fn a_child_is_what_the_disk_was_at_one_moment_of_its_writes() {
     }
 }
 
+/// A machine that rests can be branched any number of times.
+#[test]
+fn a_disk_that_was_not_written_to_goes_on_in_its_overlay() {
+    let mut random = seeded();
+    for name in ["disk.img", "disk.qcow2"] {
+        let scratch = Scratch::new();
+        let path = image(&scratch, name);
+        let (server, mut control, mut writer) = written(&scratch, &path, random.fork());
+        let first = writer.blocks();
+        let file = |number: usize| scratch.path(&format!("file{number}.qcow2"));
+        let fork = |control: &mut Control, number: usize| {
+            let named = (number % 50 == 1).then(|| format!("kid{number}"));
+            let child = json!({ "path": file(number), "name": named });
+            let disks = json!([{ "disk": name, "children": [child] }]);
+            control.get("disk.fork", json!({ "disks": disks }))["disks"][0].clone()
+        };
+        let forked = fork(&mut control, 0);
+        for number in 1..250 {
+            assert_eq!(fork(&mut control, number)["overlay"], forked["overlay"]);
+        }
+        let overlay = PathBuf::from(path_of(&mut control, name));
+        assert_eq!(str(&overlay), forked["overlay"].as_str().expect("text"));
+        // A child has the layer also when the disk has changed, and changes of its own.
+        ctl(&scratch, &["rollback", name, "--force"]).failure("kid");
+        writer.write(0);
+        writer.check();
+        let uri = nbd_uri("kid201", scratch.socket("kid"));
+        ctl(&scratch, &["export", "kid201", &uri]).success();
+        let address = Address::Unix(scratch.socket("kid"));
+        let mut other = Writer::on_export(&address, "kid201", first.clone(), random.fork());
+        other.check();
+        other.write(1);
+        other.check();
+        // The overlay has changes now, so that the next fork makes another.
+        let again = fork(&mut control, 250);
+        assert_eq!(again["layer"], forked["overlay"]);
+        let (ours, others) = (writer.blocks(), other.blocks());
+        drop((writer, other, control));
+        server.stop();
+        assert_eq!(chain(&overlay).len(), 2);
+        check_file(&scratch, &file(0), &first);
+        check_file(&scratch, &file(249), &first);
+        check_file(&scratch, &file(201), &others);
+        check_file(&scratch, &file(250), &ours);
+        assert_eq!(chain(&file(250)).len(), 3);
+    }
+}
+
 #[test]
 fn several_disks_are_forked_at_one_moment() {
     let scratch = Scratch::new();
@@ -271,6 +319,7 @@ fn a_server_is_upgraded_after_a_fork() {
     let path = image(&scratch, "disk.qcow2");
     let (server, mut control, mut writer) = written(&scratch, &path, seeded());
     ctl(&scratch, &["fork", "disk.qcow2"]).success();
+    beside(&mut writer, || ());
     ctl(
         &scratch,
         &["fork", "disk.qcow2", "--child", &format!("kid={}", scratch.path("kid.qcow2").display())],

@@ -5,6 +5,10 @@ use blockhouse_config::switch;
 use serde_json::{Map, Value};
 
 use super::errors::QmpError;
+use crate::running::claims::Name;
+
+/// The keys of the names of new nodes, and of nodes below them.
+const NODE_KEYS: [&str; 4] = ["node-name", "file", "backing", "data-file"];
 
 /// The arguments of a command, or an object in them.
 #[derive(Debug)]
@@ -238,6 +242,24 @@ impl Arguments {
             self.given.remove(name);
         }
         is_null
+    }
+
+    /// The nodes that the arguments name, at any depth.
+    pub(super) fn nodes(&self) -> Vec<Name> {
+        fn add(given: &Map<String, Value>, names: &mut Vec<Name>) {
+            for (key, value) in given {
+                match value {
+                    Value::String(node) if NODE_KEYS.contains(&&**key) => {
+                        names.push(Name::Node(node.clone()));
+                    }
+                    Value::Object(inner) => add(inner, names),
+                    _ => {}
+                }
+            }
+        }
+        let mut names = Vec::new();
+        add(&self.given, &mut names);
+        names
     }
 
     /// Takes all arguments that were not taken.

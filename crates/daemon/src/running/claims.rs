@@ -1,5 +1,5 @@
-//! The claims of tasks: at most one task at a time opens, closes or changes the disk or socket of a
-//! name.
+//! The claims of tasks: at most one task at a time opens, closes or changes the disk, node or
+//! socket of a name.
 //!
 //! Guarantee: changes of different disks never wait for each other, so a disk that hangs blocks
 //! only its own operations.
@@ -21,6 +21,8 @@ pub(crate) struct Claims {
 pub(crate) enum Name {
     /// A disk.
     Disk(String),
+    /// A node of QMP.
+    Node(String),
     /// The address of a listening socket, as text.
     Socket(String),
     /// The configuration as a whole.

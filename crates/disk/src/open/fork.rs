@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache, rare};
+use blockhouse_core::{Error, ErrorKind, Result, WriteCache, rare};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::{CreateOptions, NewEncryption, Switch};
-use blockhouse_format::{Backing, ImageFormat, Intent};
+use blockhouse_format::{Backing, ImageFormat};
 use blockhouse_storage::ImageStorage;
 use futures_util::future::LocalBoxFuture;
 
@@ -33,6 +33,7 @@ use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
 use super::open_location::{canonical, check_same_file};
 use super::unlock::{Secrets, WithoutKey, unlocked};
+use super::unwritten::{SharedLayer, check_unwritten};
 use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
 use crate::options::Access;
@@ -55,6 +56,7 @@ pub struct NewChild {
 }
 
 /// The part of a fork that concerns one disk.
+#[derive(Clone)]
 pub struct ForkOf<'a> {
     /// The disk, which is in use.
     pub disk: &'a ImageDisk,
@@ -65,6 +67,9 @@ pub struct ForkOf<'a> {
     pub overlay: Option<PathBuf>,
     /// Whether the overlay exists already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
+    /// Whether a disk in an overlay to which nothing was written goes on in that: the children are
+    /// then made over its layer, so that the chain does not grow.
+    pub may_share_layer: bool,
     /// The children.
     pub children: Vec<NewChild>,
 }
@@ -73,7 +78,7 @@ pub struct ForkOf<'a> {
 pub struct Forked<'a> {
     /// The canonical path of the layer.
     pub layer: PathBuf,
-    /// The disk's new overlay, if it has one.
+    /// The overlay that the disk goes on in; `None` if it is open for reading only.
     pub overlay: Option<PathBuf>,
     /// The children: the path of each, and its disk if it was to be opened.
     pub children: Vec<(PathBuf, Option<ImageDisk>)>,
@@ -119,6 +124,8 @@ impl Drop for Forked<'_> {
 struct Steps<'a> {
     fork: ForkOf<'a>,
     layer: PathBuf,
+    /// The layer, if the disk's overlay shares it with the children.
+    shared: Option<SharedLayer<'a>>,
     backing: Backing,
     overlay: Option<Arc<StoredImage>>,
     bitmaps: Option<ForkedBitmaps>,
@@ -135,26 +142,37 @@ struct Steps<'a> {
 /// as before, and no file is left.
 pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> LocalBoxFuture<'a, Result<(Vec<Forked<'a>>, Pause)>> {
     rare(async move {
-        let mut steps = Vec::with_capacity(forks.len());
-        for fork in forks {
-            steps.push(Steps::new(fork).await?);
+        if let Some(forked) = fork_once(forks.clone()).await? {
+            return Ok(forked);
         }
-        match take(&mut steps).await {
-            Ok((replaced, pause)) => {
-                let forked = steps.into_iter().zip(replaced);
-                Ok((forked.map(|(steps, replaced)| steps.forked(replaced)).collect(), pause))
-            }
-            Err(error) => {
-                for steps in steps {
-                    steps.undo().await;
-                }
-                Err(error)
-            }
-        }
+        let in_overlay = |fork| ForkOf { may_share_layer: false, ..fork };
+        let forked = fork_once(forks.into_iter().map(in_overlay).collect()).await?;
+        forked
+            .ok_or_else(|| Error::new(ErrorKind::Io, "a disk that shares no layer was written to"))
     })
 }
 
-async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pause)> {
+/// As [`fork`]; `None`, without an effect, if a disk that was to share its layer was written to.
+async fn fork_once<'a>(forks: Vec<ForkOf<'a>>) -> Result<Option<(Vec<Forked<'a>>, Pause)>> {
+    let mut steps = Vec::with_capacity(forks.len());
+    for fork in forks {
+        steps.push(Steps::new(fork).await?);
+    }
+    let taken = take(&mut steps).await;
+    if let Ok(Some((replaced, pause))) = taken {
+        let forked = steps.into_iter().zip(replaced);
+        let forked = forked.map(|(steps, replaced)| steps.forked(replaced)).collect();
+        return Ok(Some((forked, pause)));
+    }
+    for steps in steps {
+        steps.undo().await;
+    }
+    taken.map(|_| None)
+}
+
+type Taken<'a> = (Vec<Option<Replaced<'a>>>, Pause);
+
+async fn take<'a>(all: &mut [Steps<'a>]) -> Result<Option<Taken<'a>>> {
     for steps in &mut *all {
         steps.make_overlay().await?;
         steps.give_bitmaps().await?;
@@ -172,25 +190,29 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
     let mut quiesced = Vec::with_capacity(all.len());
     for steps in &*all {
         let disk = steps.fork.disk;
-        let Some(overlay) = &steps.overlay else {
+        if disk.image().access() == Access::ReadOnly {
             quiesced.push(None);
             continue;
-        };
-        quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
+        }
+        quiesced.push(Some(disk.quiesced().await?));
+        let Some(overlay) = &steps.overlay else { continue };
         // The disk may have become read-only or longer since the first checks.
         disk.check_writable()?;
         disk.check_replacement(overlay)?;
     }
+    if all.iter().filter_map(|steps| steps.shared.as_ref()).any(SharedLayer::is_written) {
+        return Ok(None);
+    }
     // No switch can fail, because all were checked.
     let switched = quiesced.into_iter().zip(&*all).map(|(one, steps)| {
-        let Some((quiesced, overlay)) = one else { return Ok(None) };
+        let Some((quiesced, overlay)) = one.zip(steps.overlay.clone()) else { return Ok(None) };
         if let Some(bitmaps) = &steps.bitmaps {
             quiesced.observe(bitmaps.observer());
         }
         quiesced.switch_to(overlay).map(Some)
     });
     let switched = switched.collect::<Result<Vec<_>>>()?;
-    Ok((switched, Pause { length: began.elapsed() }))
+    Ok(Some((switched, Pause { length: began.elapsed() })))
 }
 
 impl<'a> Steps<'a> {
@@ -200,7 +222,17 @@ impl<'a> Steps<'a> {
         if fork.overlay.is_some() {
             check_goes_on(fork.disk)?;
         }
-        let layer = check_forkable(fork.disk, fork.overlay.is_some())?;
+        let shared = match fork.may_share_layer {
+            true => SharedLayer::of(fork.disk).await?,
+            false => None,
+        };
+        let layer = match &shared {
+            Some(shared) => shared.path().clone(),
+            None => check_forkable(fork.disk, fork.overlay.is_some())?,
+        };
+        if shared.is_some() {
+            fork.overlay = None;
+        }
         fork.overlay = fork.overlay.as_deref().map(whole_path).transpose()?;
         for child in &mut fork.children {
             if let Some(options) = &mut child.opened {
@@ -208,10 +240,13 @@ impl<'a> Steps<'a> {
             }
             child.path = whole_path(&child.path)?;
         }
-        let format = fork.disk.image().image_format_name();
+        let format = match &shared {
+            Some(shared) => shared.format(),
+            None => fork.disk.image().image_format_name(),
+        };
         let backing = Backing { name: Vec::new(), format: Some(format.to_owned()) };
         let (overlay, bitmaps, children) = (None, None, Vec::new());
-        Ok(Self { fork, layer, backing, overlay, bitmaps, is_recorded: false, children })
+        Ok(Self { fork, layer, shared, backing, overlay, bitmaps, is_recorded: false, children })
     }
 
     /// The layer as the backing file of an image at this path.
@@ -318,7 +353,7 @@ impl<'a> Steps<'a> {
         Ok(part)
     }
 
-    /// Opens an overlay that was made, over the image that the disk has now.
+    /// Opens an overlay that was made, over the image that the disk has now or over its layer.
     async fn open_over(&self, path: &Path, options: &ImageOptions) -> Result<StoredImage> {
         let mut options = overlay_options(options);
         if self.fork.disk.capabilities().write_cache == WriteCache::None {
@@ -339,9 +374,20 @@ impl<'a> Steps<'a> {
         let opened = disk_over(file.into(), path, &options, EarlierWrites::Unknown, None).await;
         let (image, restore) = opened?;
         let image = unlocked(image, &options.secrets, WithoutKey::Refuse).await?;
-        image.format().header().check_backing(self.fork.disk.format())?;
-        image.end_opening(false);
-        restore.finish(image.over(self.fork.disk.image())).await
+        let header = image.format().header();
+        let image = match &self.shared {
+            Some(shared) => {
+                header.check_backing(shared.layer().format())?;
+                image.end_opening(false);
+                image.over_layer(shared.layer())
+            }
+            None => {
+                header.check_backing(self.fork.disk.format())?;
+                image.end_opening(false);
+                image.over(self.fork.disk.image())
+            }
+        };
+        restore.finish(image).await
     }
 
     fn record(&mut self) -> Result<()> {
@@ -390,8 +436,9 @@ impl<'a> Steps<'a> {
     }
 
     fn forked(self, replaced: Option<Replaced<'a>>) -> Forked<'a> {
-        let Self { fork, layer, bitmaps, children, .. } = self;
+        let Self { fork, layer, shared, bitmaps, children, .. } = self;
         let ForkOf { disk, overlay, .. } = fork;
+        let overlay = overlay.or_else(|| Some(PathBuf::from(shared?.disk().image().image_name())));
         Forked { layer, overlay, children, replaced, disk, bitmaps }
     }
 }
@@ -423,8 +470,14 @@ pub fn fork_image<'a>(
     rare(async move {
         let disk = open(image, options.clone()).await?;
         let overlay = Some(overlay.to_owned());
-        let fork =
-            ForkOf { disk: &disk, options, overlay, is_overlay_made: false, children: Vec::new() };
+        let fork = ForkOf {
+            disk: &disk,
+            options,
+            overlay,
+            is_overlay_made: false,
+            may_share_layer: false,
+            children: Vec::new(),
+        };
         let mut steps = Steps::new(fork).await?;
         let made = async {
             steps.make_overlay().await?;
@@ -456,21 +509,6 @@ fn overlay_options(options: &ImageOptions) -> ImageOptions {
         side_file: None,
         ..options.clone()
     }
-}
-
-/// Refuses an image with data of its own: a disk that continues in it would read that data.
-async fn check_unwritten(image: &ImageDisk) -> Result<()> {
-    let mut rest = ByteRange::between(0, image.size());
-    while !rest.is_empty() {
-        let extent = image.format().map(rest, Intent::Read).await?;
-        if !matches!(extent.state, ExtentState::Hole | ExtentState::Backing) {
-            let what = "was written to, and a disk that goes on in it would read that";
-            let error = Error::new(ErrorKind::InvalidInput, what).on(image.image().image_name());
-            return Err(error.at(extent.guest.offset()).hint("name an image without data"));
-        }
-        rest = rest.skip(extent.guest.length());
-    }
-    Ok(())
 }
 
 /// Refuses a disk that cannot continue in an overlay.
@@ -585,7 +623,7 @@ mod tests {
         let child = NewChild { path: folder.join("child"), opened: Some(options.clone()) };
         let overlay = Some(folder.join("over"));
         let (options, children) = (options.clone(), vec![child]);
-        ForkOf { disk, options, overlay, is_overlay_made: false, children }
+        ForkOf { disk, options, overlay, is_overlay_made: false, may_share_layer: true, children }
     }
 
     fn of_qcow2(options: &ImageOptions) -> ImageOptions {
@@ -647,6 +685,32 @@ mod tests {
                 disk.flush().await.unwrap();
                 assert_eq!(child.stats().counters().flushes_issued, settled);
             }
+        });
+    }
+
+    #[test]
+    fn a_layer_is_shared_until_the_disk_is_written_to() {
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+            let folder = folder.path();
+            let (disk, options, path) = disk_in(folder, ImageFormat::Raw).await;
+            write(&disk, 0, 1).await;
+            assert!(SharedLayer::of(&disk).await.unwrap().is_none(), "it is over no layer");
+            let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
+            assert!(SharedLayer::of(&disk).await.unwrap().is_none(), "the layer is not durable");
+            forked[0].settle().await.unwrap();
+            let shared = SharedLayer::of(&disk).await.unwrap().expect("nothing was written");
+            assert_eq!(
+                (shared.path(), shared.is_written()),
+                (&path.canonicalize().unwrap(), false)
+            );
+            // A change of another disk over the layer is none of this disk.
+            write(forked[0].children[0].1.as_ref().unwrap(), 0, 3).await;
+            assert!(!shared.is_written());
+            write(&disk, 4096, 2).await;
+            assert!(shared.is_written());
+            drop(shared);
+            assert!(SharedLayer::of(&disk).await.unwrap().is_none(), "it was written to");
         });
     }
 }

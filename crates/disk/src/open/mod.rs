@@ -46,6 +46,7 @@ mod side_file;
 mod start_recording;
 mod tool_state;
 mod unlock;
+mod unwritten;
 mod volume;
 mod vouching;
 

@@ -1,0 +1,137 @@
+//! Images to which nothing was written. A disk may go on in one that another program has made, and
+//! the overlay of a fork that is one leaves the disk as its layer is.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, IoVector, Result};
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
+use blockhouse_format::Intent;
+use blockhouse_storage::ImageStorage;
+
+use super::image_disk::ImageDisk;
+use super::moved_record::{forked_to, has_commit_begun};
+use super::open_location::{canonical, check_same_file};
+use crate::layer::Layer;
+use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
+
+/// Refuses an image with data of its own: a disk that continues in it would read that data.
+pub(super) async fn check_unwritten(image: &ImageDisk) -> Result<()> {
+    let Some(extent) = first_written(image).await? else { return Ok(()) };
+    let what = "was written to, and a disk that goes on in it would read that";
+    let error = Error::new(ErrorKind::InvalidInput, what).on(image.image().image_name());
+    Err(error.at(extent.guest.offset()).hint("name an image without data"))
+}
+
+/// The first extent that the image does not leave to its backing file.
+async fn first_written(disk: &ImageDisk) -> Result<Option<Extent>> {
+    let mut rest = ByteRange::between(0, disk.size());
+    while !rest.is_empty() {
+        let extent = disk.format().map(rest, Intent::Read).await?;
+        if !matches!(extent.state, ExtentState::Hole | ExtentState::Backing) {
+            return Ok(Some(extent));
+        }
+        rest = rest.skip(extent.guest.length());
+    }
+    Ok(None)
+}
+
+/// The layer of a disk whose overlay has nothing of its own: further overlays of the layer have the
+/// content of the disk.
+pub(super) struct SharedLayer<'a> {
+    disk: &'a ImageDisk,
+    layer: Arc<Layer<ImageStorage>>,
+    path: PathBuf,
+    format: String,
+    watch: Arc<Watch>,
+}
+
+impl<'a> SharedLayer<'a> {
+    /// The layer of this disk, which is watched from now on; `None` if the disk was written to, if
+    /// its layer is not durable or no file of this host, or if no fork has made its overlay. Reason:
+    /// a rollback needs the record of a fork.
+    ///
+    /// # Errors
+    /// Errors of reading the tables; `Io` if changes in flight take too long.
+    pub(super) async fn of(disk: &'a ImageDisk) -> Result<Option<Self>> {
+        let image = disk.image();
+        let format = image.backing_file().and_then(|backing| backing.format.clone());
+        let layer = image.layer().opened().now().next();
+        let (Some(format), Some(layer)) = (format, layer) else { return Ok(None) };
+        let Some(path) = path_of(layer).filter(|_| !image.has_unstable_layer()) else {
+            return Ok(None);
+        };
+        let is_recorded = forked_to(&path)?.is_some_and(|overlay| overlay == image.image_name());
+        if !is_recorded || has_commit_begun(&path)? {
+            return Ok(None);
+        }
+        // The disk is not quiesced if it was written to before.
+        if first_written(disk).await?.is_some() {
+            return Ok(None);
+        }
+        let (layer, watch) = (Arc::clone(layer), Arc::new(Watch::default()));
+        let observer: Arc<dyn ChangeObserver> = Arc::<Watch>::clone(&watch);
+        disk.jobs().observe(observer).await?;
+        let shared = Self { disk, layer, path, format, watch };
+        Ok(first_written(disk).await?.is_none().then_some(shared))
+    }
+
+    /// The disk.
+    pub(super) fn disk(&self) -> &'a ImageDisk {
+        self.disk
+    }
+
+    /// The layer.
+    pub(super) fn layer(&self) -> &Arc<Layer<ImageStorage>> {
+        &self.layer
+    }
+
+    /// The canonical path of the layer's file.
+    pub(super) fn path(&self) -> &PathBuf {
+        &self.path
+    }
+
+    /// The name of the layer's format.
+    pub(super) fn format(&self) -> &str {
+        &self.format
+    }
+
+    /// Whether a change of the disk has begun.
+    pub(super) fn is_written(&self) -> bool {
+        self.watch.0.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for SharedLayer<'_> {
+    fn drop(&mut self) {
+        let observer: Arc<dyn ChangeObserver> = Arc::<Watch>::clone(&self.watch);
+        self.disk.jobs().stop_observing(&observer);
+    }
+}
+
+/// The canonical path of a layer's file; `None` if the layer is none, or is no longer at its path.
+fn path_of(layer: &Layer<ImageStorage>) -> Option<PathBuf> {
+    let file = layer.format().storage().storage().as_file()?;
+    let path = canonical(layer.name()).ok()?;
+    let found = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used).ok()?;
+    check_same_file(file, &found, layer.name()).ok()?;
+    Some(path)
+}
+
+/// Remembers that a change has begun.
+#[derive(Default)]
+struct Watch(AtomicBool);
+
+impl ChangeObserver for Watch {
+    fn begins(&self, _range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {
+        self.0.store(true, Ordering::SeqCst);
+        0
+    }
+
+    fn completed(&self, _change: ChangeId, _range: ByteRange) -> Option<ChangeWait> {
+        None
+    }
+
+    fn abandoned(&self, _change: ChangeId, _range: ByteRange) {}
+}
