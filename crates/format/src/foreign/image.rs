@@ -232,19 +232,31 @@ impl<S: Storage> Foreign<S> {
     /// Looks up the first bytes of `range`, which is not empty and lies inside the disk.
     ///
     /// # Errors
-    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of the fault, also
-    /// if blocks elsewhere on the disk share data; errors of the storage.
+    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of the fault, for
+    /// data also if any blocks of the disk share data; errors of the storage.
     pub(crate) async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if intent != Intent::Read {
             return Err(self.read_only());
         }
         let found = async {
-            if !self.is_surveyed.load(Ordering::Relaxed) {
+            let extent = self.find(range).await?;
+            if !self.is_surveyed.load(Ordering::Relaxed) && self.is_from_block(extent.state) {
                 rare(self.check_apart()).await?;
             }
-            self.find(range).await
+            Ok::<_, Error>(extent)
         };
         found.await.map_err(|error| error.on(self.storage.name()))
+    }
+
+    /// Whether the content or the state of an extent comes from a block of the file, which the disk
+    /// may have twice. In a VHD image, the bitmap of a block states which sectors are zeros.
+    fn is_from_block(&self, state: ExtentState) -> bool {
+        match state {
+            ExtentState::Mapped { .. } | ExtentState::Compressed { .. } => true,
+            ExtentState::Hole | ExtentState::Zero | ExtentState::Backing => {
+                matches!(self.mapping, Mapping::Vpc(_))
+            }
+        }
     }
 
     async fn find(&self, range: ByteRange) -> Result<Extent> {
@@ -308,8 +320,9 @@ impl<S: Storage> Foreign<S> {
     }
 
     /// Refuses an image in which two blocks share data. Some programs write such tables, and no
-    /// entry by itself looks wrong. Runs before the first lookup for a read. If the survey itself
-    /// fails (too many blocks, or a read error), the image is used unchecked.
+    /// entry by itself looks wrong. Runs when a lookup finds a block for the first time. Reason: it
+    /// reads all tables, and ranges without a block do not depend on it. If the survey itself fails
+    /// (too many blocks, or a read error), the image is used unchecked.
     async fn check_apart(&self) -> Result<()> {
         if let Ok(Some(survey)) = self.survey().await {
             survey.check_apart()?;

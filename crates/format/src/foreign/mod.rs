@@ -12,7 +12,7 @@
 //! - A folder for each format: its header, and the locations of the disk's bytes ([`piece`]).
 //! - [`new_parts`], [`new_image`]: new images, each made by the `create` module of its format.
 //! - [`tables`]: pages of metadata in memory, with the [`patches`] of a log that was not replayed
-//!   applied. [`overlap`]: finds blocks that are used twice.
+//!   applied. [`scan`]: whole tables. [`overlap`]: finds blocks that are used twice.
 
 mod fields;
 mod image;
@@ -22,6 +22,7 @@ mod overlap;
 mod patches;
 mod piece;
 mod refusal;
+mod scan;
 mod tables;
 mod vdi;
 mod vhdx;

@@ -1,5 +1,5 @@
-//! Finds blocks of a file that belong to more than one block of a disk: for checks, and before the
-//! first read of the disk.
+//! Finds blocks of a file that belong to more than one block of a disk, or that the file does not
+//! hold as a whole: for checks, and before a block is read for the first time.
 //!
 //! Takes 8 bytes of memory for each block in use, up to [`MAX_BLOCKS`].
 
@@ -29,35 +29,34 @@ impl Survey {
         Self { report, starts: Vec::new(), block_size }
     }
 
-    /// Counts a block of the disk whose data starts at `start` in the file.
+    /// Counts block `index` of the disk, which needs `length` bytes of the file from `start` on. A
+    /// block that ends past `file_end` is a problem, because reads of it fail. Such a block is not
+    /// counted as allocated, but other blocks must not share its data either.
     ///
     /// # Errors
     /// `Unsupported` for more than [`MAX_BLOCKS`] blocks.
-    pub(super) fn add(&mut self, start: u64) -> Result<()> {
+    pub(super) fn add(&mut self, index: u64, start: u64, length: u64, file_end: u64) -> Result<()> {
+        let follows =
+            self.starts.last().is_some_and(|last| last.checked_add(self.block_size) == Some(start));
+        if start.checked_add(length).is_none_or(|end| end > file_end) {
+            self.problem(|| {
+                format!(
+                    "block {index} has {length} bytes at {start}, past the end of the file at {file_end}"
+                )
+            });
+        } else {
+            if !follows && !self.starts.is_empty() {
+                self.report.fragmented_clusters += 1;
+            }
+            self.report.allocated_clusters += 1;
+            self.report.end = self.report.end.max(start.saturating_add(self.block_size));
+        }
         if self.starts.len() == MAX_BLOCKS {
             let what = format!("has more than {MAX_BLOCKS} blocks in use, too many to check");
             let error = Error::new(ErrorKind::Unsupported, what).at(start);
             return Err(error.hint("'blockhouse convert' reads all of it, too"));
         }
-        let follows = self.starts.last().is_some_and(|last| last + self.block_size == start);
-        if !follows && !self.starts.is_empty() {
-            self.report.fragmented_clusters += 1;
-        }
-        self.report.allocated_clusters += 1;
-        self.report.end = self.report.end.max(start.saturating_add(self.block_size));
         self.starts.push(start);
-        Ok(())
-    }
-
-    /// Records the start of a block that the caller counts as a problem, because other blocks must
-    /// not share its data either. The block is not counted as allocated.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub(super) fn add_faulty(&mut self, start: u64) -> Result<()> {
-        let counted = self.report.clone();
-        self.add(start)?;
-        self.report = counted;
         Ok(())
     }
 
@@ -115,7 +114,7 @@ mod tests {
 
     fn problems(starts: &[u64]) -> CheckReport {
         let mut survey = Survey::new(100, 1000);
-        starts.iter().for_each(|&start| survey.add(start).unwrap());
+        starts.iter().for_each(|&start| survey.add(0, start, 1000, 20_000).unwrap());
         survey.finish()
     }
 
@@ -132,6 +131,23 @@ mod tests {
         assert_eq!(report.corruptions, 2);
         assert!(report.problems[0].contains("share the data at offset 3000"));
         assert!(report.problems[1].contains("3000 and 3999 overlap"));
+    }
+
+    #[test]
+    fn a_block_that_the_file_does_not_hold_as_a_whole_is_a_problem() {
+        let mut survey = Survey::new(100, 1000);
+        for (index, start) in [(0, 3000), (1, 4000), (2, 4001), (3, 9000), (4, u64::MAX)] {
+            survey.add(index, start, 1000, 5000).unwrap();
+        }
+        // A block that needs only its first bytes.
+        survey.add(5, 4500, 500, 5000).unwrap();
+        let report = survey.finish();
+        assert_eq!(report.allocated_clusters, 3);
+        for (problem, words) in report.problems.iter().zip(["block 2 ", "block 3 ", "block 4 "]) {
+            assert!(problem.contains(words) && problem.contains("past the end"), "{problem}");
+        }
+        // They share data with other ones, too.
+        assert_eq!(report.corruptions, 5, "{:?}", report.problems);
     }
 
     #[test]

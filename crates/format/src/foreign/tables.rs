@@ -83,15 +83,29 @@ impl<'a, S: Storage> Tables<'a, S> {
     /// # Errors
     /// `Corrupt` if the file ends before the entry does; or errors of the storage.
     pub(super) async fn entry<const N: usize>(&self, offset: u64) -> Result<[u8; N]> {
-        let host = self.storage.size();
-        let size = self.patches.map_or(host, |patches| patches.file_size(host));
-        if offset.checked_add(N as u64).is_none_or(|end| end > size) {
-            let what = format!("a table lies past the end of the file ({size} bytes)");
-            return Err(corrupt(what, offset));
-        }
+        self.check_inside(offset, N as u64)?;
         let page = self.page(offset / PAGE_SIZE).await?;
         let start = (offset % PAGE_SIZE) as usize;
         Ok(page[start..start + N].try_into().expect("an entry lies in one page"))
+    }
+
+    /// The `length` bytes at `offset`, read from the storage.
+    ///
+    /// # Errors
+    /// As [`entry`](Self::entry).
+    pub(super) async fn read(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
+        self.check_inside(offset, length as u64)?;
+        self.read_host(offset, length).await
+    }
+
+    fn check_inside(&self, offset: u64, length: u64) -> Result<()> {
+        let host = self.storage.size();
+        let size = self.patches.map_or(host, |patches| patches.file_size(host));
+        if offset.checked_add(length).is_some_and(|end| end <= size) {
+            return Ok(());
+        }
+        let what = format!("a table lies past the end of the file ({size} bytes)");
+        Err(corrupt(what, offset))
     }
 
     async fn page(&self, number: u64) -> Result<Arc<[u8]>> {
@@ -101,14 +115,18 @@ impl<'a, S: Storage> Tables<'a, S> {
         }
         self.cache.misses.fetch_add(1, Relaxed);
         // Boxed, so that the future of a hit stays small.
-        let start = number * PAGE_SIZE;
-        let mut bytes = rare(read(self.storage, start, PAGE_SIZE as usize)).await?;
-        if let Some(patches) = self.patches {
-            patches.apply(start, &mut bytes);
-        }
+        let bytes = rare(self.read_host(number * PAGE_SIZE, PAGE_SIZE as usize)).await?;
         let page: Arc<[u8]> = bytes.into();
         self.cache.pages.lock().insert(number, Arc::clone(&page));
         Ok(page)
+    }
+
+    /// Reads bytes of the storage, and applies the patches. Bytes past the end are zeros.
+    async fn read_host(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
+        match self.patches {
+            Some(patches) => patches.read(self.storage, offset, length).await,
+            None => read(self.storage, offset, length).await,
+        }
     }
 }
 

@@ -109,6 +109,27 @@ fn blocks_past_the_end_of_the_file_are_an_error_and_no_zeros() {
 }
 
 #[test]
+fn a_check_names_the_blocks_that_a_truncated_file_lacks_in_part() {
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        // The cut bytes of the last block are bytes of the disk, or follow its end.
+        for (size, expected) in [(2 * BLOCK, 1), (2 * BLOCK - 512, 0)] {
+            let mut bytes = image(&[0, 1], 2, size);
+            bytes.truncate(bytes.len() - 512);
+            let format = open(&run, bytes).await.unwrap();
+            let read = format.map(ByteRange::between(BLOCK, size), Intent::Read).await;
+            assert_eq!(read.is_err(), expected == 1, "{read:?}");
+            let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+            assert_eq!(report.corruptions, expected, "{:?}", report.problems);
+            assert!(
+                report.problems.iter().all(|problem| problem.contains("past the end of the file"))
+            );
+        }
+    });
+}
+
+#[test]
 fn a_check_finds_what_a_table_has_twice_or_nowhere() {
     let sim = Sim::new(1);
     let run = sim.clone();

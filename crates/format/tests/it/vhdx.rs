@@ -385,6 +385,43 @@ fn the_newer_of_two_headers_counts_and_a_second_region_table_helps() {
 }
 
 #[test]
+fn a_check_names_the_blocks_that_a_truncated_file_lacks_in_part() {
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        // The cut bytes of the last block are bytes of the disk, or follow its end.
+        for (size, expected) in [(2 * BLOCK, 1), (2 * BLOCK - 512, 0)] {
+            let format = open(&run, image(&[at(4), at(5)], size, 6 * MIB - 512)).await.unwrap();
+            let read = format.map(ByteRange::between(BLOCK, size), Intent::Read).await;
+            assert_eq!(read.is_err(), expected == 1, "{read:?}");
+            let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+            assert_eq!(report.corruptions, expected, "{:?}", report.problems);
+            assert!(
+                report.problems.iter().all(|problem| problem.contains("past the end of the file"))
+            );
+        }
+    });
+}
+
+#[test]
+fn a_check_passes_over_the_entries_of_bitmaps() {
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        // After the entries of 4096 blocks comes that of a bitmap, which is no block.
+        let mut table = vec![0; 4098];
+        (table[4095], table[4096], table[4097]) = (at(4), at(4), at(5));
+        let format = open(&run, image(&table, 4097 * BLOCK, 6 * MIB)).await.unwrap();
+        let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+        assert_eq!((report.corruptions, report.allocated_clusters), (0, 2));
+        table[4097] = at(9);
+        let format = open(&run, image(&table, 4097 * BLOCK, 6 * MIB)).await.unwrap();
+        let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+        assert!(report.problems[0].contains("block 4096 "), "{:?}", report.problems);
+    });
+}
+
+#[test]
 fn a_check_finds_what_a_table_has_twice_or_nowhere() {
     let sim = Sim::new(1);
     let run = sim.clone();

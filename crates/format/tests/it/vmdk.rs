@@ -194,7 +194,7 @@ fn what_points_past_the_end_is_an_error_and_no_zeros() {
             assert!(error.to_string().contains("past the end of the file"), "{error}");
         }
         let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
-        assert_eq!(report.corruptions, 1, "{:?}", report.problems);
+        assert_eq!(report.corruptions, 2, "{:?}", report.problems);
         // A table past the end.
         let mut file = sparse(&[entry(0)], 1, GRAIN);
         file[DIRECTORY + 2] = 1;
@@ -206,6 +206,82 @@ fn what_points_past_the_end_is_an_error_and_no_zeros() {
             1
         );
     });
+}
+
+#[test]
+fn a_file_without_all_of_its_metadata_is_refused_in_words_that_scripts_look_for() {
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        let mut file = sparse(&[entry(0)], 1, GRAIN);
+        file[64] = (GRAINS / SECTOR) as u8;
+        file.truncate(GRAINS - SECTOR);
+        let error = open(&run, file.clone()).await.err().expect("a refusal").to_string();
+        assert!(error.contains("File truncated, expecting at least 32768 bytes"), "{error}");
+        // A part of the last sector counts as the sector, as in QEMU.
+        file.push(0);
+        assert!(open(&run, file).await.is_ok());
+        // The same words if the directory is cut off, too.
+        let mut file = sparse(&[entry(0)], 1, GRAIN);
+        file[64] = 255;
+        file[57] = 255;
+        file.truncate(DIRECTORY);
+        let error = open(&run, file).await.err().expect("a refusal").to_string();
+        assert!(error.contains("expecting at least 130560 bytes"), "{error}");
+    });
+}
+
+#[test]
+fn a_check_looks_whether_the_last_compressed_grain_is_whole() {
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        let mut file = sparse(&[entry(1), 0, entry(0)], 2, 3 * GRAIN);
+        file[10] = 3;
+        file[77] = 1;
+        let last = GRAINS + GRAIN as usize;
+        // The marker: the grain's sector, and 600 bytes of compressed data.
+        file[last..last + 12].copy_from_slice(&[0, 0, 0, 0, 0, 0, 0, 0, 88, 2, 0, 0]);
+        for (length, expected) in [(612, 0), (611, 1), (12, 1), (11, 1)] {
+            let mut file = file.clone();
+            file.truncate(last + length);
+            let format = open(&run, file).await.unwrap();
+            let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+            assert_eq!(report.corruptions, expected, "{length}: {:?}", report.problems);
+        }
+    });
+}
+
+#[test]
+fn tables_are_checked_in_any_order_and_by_few_requests_if_they_are_side_by_side() {
+    // Tables in the order of the directory, then in another one.
+    for is_in_order in [true, false] {
+        let sim = Sim::new(1);
+        let run = sim.clone();
+        sim.block_on(async move {
+            const COUNT: usize = 1000;
+            let tables = DIRECTORY + (4 * COUNT).next_multiple_of(SECTOR);
+            let grains = tables + COUNT * SECTOR;
+            let mut file = sparse(&[], 0, (COUNT * ENTRIES) as u64 * GRAIN);
+            file.resize(grains + 2 * GRAIN as usize, 0);
+            let mut put = |at: usize, value: usize| {
+                file[at..at + 4].copy_from_slice(&(value as u32).to_le_bytes());
+            };
+            for index in 0..COUNT {
+                let place = if is_in_order { index } else { index * 501 % COUNT };
+                put(DIRECTORY + 4 * index, tables / SECTOR + place);
+            }
+            let place = if is_in_order { COUNT - 1 } else { (COUNT - 1) * 501 % COUNT };
+            put(tables + place * SECTOR + 12, grains / SECTOR);
+            put(tables, grains / SECTOR + 8);
+            let format = open(&run, file).await.unwrap();
+            let before = format.storage().counts().0;
+            let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+            assert_eq!((report.corruptions, report.allocated_clusters), (0, 2));
+            let requests = format.storage().counts().0 - before;
+            assert!(!is_in_order || requests <= 3, "{requests} requests for 500 KiB of tables");
+        });
+    }
 }
 
 #[test]
@@ -229,5 +305,24 @@ fn what_cannot_be_read_is_refused_by_its_name() {
         let unopened = unopened.unwrap();
         let error = unopened.map(ByteRange::between(0, 512), Intent::Read).await.unwrap_err();
         assert!(error.to_string().contains("not open"), "{error}");
+    });
+}
+
+#[test]
+fn the_tables_are_surveyed_when_data_is_read_for_the_first_time() {
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        let file = sparse(&[&[0; 200][..], &[entry(0)]].concat(), 1, 201 * GRAIN);
+        let format = open(&run, file).await.unwrap();
+        let opened = format.storage().counts().0;
+        let hole = format.map(ByteRange::between(0, GRAIN), Intent::Read).await.unwrap();
+        assert_eq!(hole.state, ExtentState::Hole);
+        let requests = format.storage().counts().0 - opened;
+        assert_eq!(requests, 1, "one page of the directory");
+        let data = ByteRange::between(200 * GRAIN, 201 * GRAIN);
+        assert!(format.map(data, Intent::Read).await.is_ok());
+        let requests = format.storage().counts().0 - opened;
+        assert_eq!(requests, 1 + 1 + 2, "a page with the table; the directory and the table");
     });
 }

@@ -172,7 +172,7 @@ fn what_contradicts_itself_is_refused() {
 }
 
 #[test]
-fn a_truncated_image_reads_as_an_error_and_no_zeros() {
+fn a_truncated_image_is_refused_and_reads_as_no_zeros() {
     let sim = Sim::new(1);
     let run = sim.clone();
     sim.block_on(async move {
@@ -185,19 +185,43 @@ fn a_truncated_image_reads_as_an_error_and_no_zeros() {
             apart[TABLE + 4 * block as usize..][..4].copy_from_slice(&entry.to_be_bytes());
         }
         foreign::assert_shared(&open(&run, apart).await.unwrap()).await;
+        // The bitmap of one block is the data of another, so zeros are not believed either.
+        let mut inside = dynamic(&[Some(0), Some(1), None], &[[0xff; 32]; 2], 3 * BLOCK);
+        let zeros = DATA as usize + 20 * SECTOR as usize;
+        inside[zeros..zeros + 512].fill(0);
+        let entry = (zeros as u64 / SECTOR) as u32;
+        inside[TABLE + 4..TABLE + 8].copy_from_slice(&entry.to_be_bytes());
+        let format = open(&run, inside).await.unwrap();
+        let error = format.map(ByteRange::between(BLOCK, BLOCK + 512), Intent::Read).await;
+        assert!(error.unwrap_err().to_string().contains("overlap"));
         let table = [Some(0), Some(1), None, None];
         let mut bytes = dynamic(&table, &[[0xff; 32]; 2], 4 * BLOCK);
-        // Without the end of the last block; then without its bitmap.
-        for length in [bitmap_at(1) + 4096, bitmap_at(1)] {
+        // Without the end of the last block; then without its bitmap. With and without a footer.
+        for length in [bitmap_at(2) - 512, bitmap_at(1) + 4096, bitmap_at(1)] {
             bytes.truncate(length as usize);
-            bytes.extend(footer(4 * BLOCK, 3));
-            let format = open(&run, bytes.clone()).await.unwrap();
-            let range = ByteRange::between(2 * BLOCK - 512, 2 * BLOCK);
-            let error = format.map(range, Intent::Read).await.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Corrupt);
-            assert!(error.to_string().contains("past the end of the file"), "{error}");
-            let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
-            assert_eq!(report.corruptions, 1, "{:?}", report.problems);
+            let mut ended = bytes.clone();
+            ended.extend(footer(4 * BLOCK, 3));
+            for cut in [bytes.clone(), ended] {
+                if cut.len() as u64 == bitmap_at(2) {
+                    continue;
+                }
+                let error = open(&run, cut).await.err().expect("a refusal");
+                assert_eq!(error.kind(), ErrorKind::Corrupt);
+                let text = error.to_string();
+                assert!(text.contains("the image has been truncated"), "{text}");
+                assert!(text.contains(&bitmap_at(2).to_string()), "{text}");
+            }
         }
+        // A file that is long enough, but whose last block reaches into its footer.
+        let mut bytes = dynamic(&table, &[[0xff; 32]; 2], 4 * BLOCK);
+        bytes.truncate(bitmap_at(2) as usize - 512);
+        bytes.extend(footer(4 * BLOCK, 3));
+        let format = open(&run, bytes).await.unwrap();
+        let range = ByteRange::between(2 * BLOCK - 512, 2 * BLOCK);
+        let error = format.map(range, Intent::Read).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert!(error.to_string().contains("past the end of the file"), "{error}");
+        let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+        assert_eq!(report.corruptions, 1, "{:?}", report.problems);
     });
 }

@@ -1,10 +1,11 @@
-//! Checks that the block table of a VDI image names each block of the file at most once, and names
-//! as many blocks as its header states.
+//! Checks that the block table of a VDI image names each block of the file at most once, names no
+//! block past the end of the file, and names as many blocks as its header states.
 
-use blockhouse_core::{Result, Storage, WorkBudget};
+use blockhouse_core::{Result, Storage};
 
-use super::{DISCARDED, UNALLOCATED, Vdi};
+use super::{DISCARDED, Vdi};
 use crate::foreign::overlap::Survey;
+use crate::foreign::scan::scan;
 use crate::foreign::tables::Tables;
 
 impl Vdi {
@@ -18,26 +19,25 @@ impl Vdi {
         file_size: u64,
     ) -> Result<Survey> {
         let header = &self.header;
-        let mut survey = Survey::new(header.blocks.into(), header.block_size);
-        let (mut used, budget) = (0, WorkBudget::new());
-        for index in 0..header.blocks.into() {
-            let block = self.entry(tables, index).await?;
-            budget.spend(WorkBudget::LOOK_UP).await;
-            if block == UNALLOCATED || block == DISCARDED {
-                continue;
+        let (blocks, block_size) = (header.blocks.into(), header.block_size);
+        let (mut survey, mut used) = (Survey::new(blocks, block_size), 0);
+        // The scan leaves out the entries of blocks that were never written.
+        let visit = |index, entry| {
+            let block = u32::from_le_bytes(entry);
+            if block == DISCARDED {
+                return Ok(());
             }
             used += 1;
-            let start = self.host_offset(block);
             if block >= header.blocks {
                 survey.problem(|| {
                     format!("block {index} is said to be in block {block} of the file")
                 });
-            } else if start >= file_size {
-                survey.problem(|| format!("block {index} lies past the end of the file ({start})"));
-            } else {
-                survey.add(start)?;
+                return Ok(());
             }
-        }
+            let length = header.size.saturating_sub(index * block_size).clamp(1, block_size);
+            survey.add(index, self.host_offset(block), length, file_size)
+        };
+        scan(tables, header.table_offset, 0..blocks, 0xff, visit).await?;
         let stated = header.allocated;
         if u64::from(stated) != used {
             survey.problem(|| {

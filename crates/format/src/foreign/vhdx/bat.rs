@@ -7,6 +7,7 @@ use blockhouse_core::{ByteRange, Result, Storage};
 use super::guid::MIB;
 use super::metadata::Metadata;
 use crate::foreign::refusal::corrupt;
+use crate::foreign::scan::scan;
 use crate::foreign::tables::Tables;
 
 /// Sectors that one sector bitmap covers.
@@ -52,12 +53,13 @@ impl Bat {
     pub(super) fn new(metadata: &Metadata, region: ByteRange) -> Result<Self> {
         let chunk_ratio = BITMAP_SECTORS * metadata.sector_size / metadata.block_size;
         let blocks = metadata.size.div_ceil(metadata.block_size);
-        let entries = blocks + blocks.saturating_sub(1) / chunk_ratio;
+        let table = Self { offset: region.offset(), chunk_ratio, blocks };
+        let entries = table.entries();
         if entries * ENTRY_SIZE > region.length() {
             let what = format!("its block table needs {entries} entries, and is shorter");
             return Err(corrupt(what, region.offset()));
         }
-        Ok(Self { offset: region.offset(), chunk_ratio, blocks })
+        Ok(table)
     }
 
     /// The state of block `index` of the disk.
@@ -69,15 +71,51 @@ impl Bat {
         tables: &Tables<'_, S>,
         index: u64,
     ) -> Result<Block> {
-        let at = self.offset + (index + index / self.chunk_ratio) * ENTRY_SIZE;
-        let entry = tables.entry(at).await.map(u64::from_le_bytes)?;
+        let number = index + index / self.chunk_ratio;
+        let entry = tables.entry(self.entry_offset(number)).await?;
+        self.state(index, number, entry)
+    }
+
+    /// Passes the number and the state of each block to `visit`, except blocks that were never
+    /// written.
+    ///
+    /// # Errors
+    /// As [`block`](Self::block), or errors of `visit`. Invalid entries are passed to `visit`.
+    pub(super) async fn scan<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+        mut visit: impl FnMut(u64, Result<Block>) -> Result<()>,
+    ) -> Result<()> {
+        let chunk = self.chunk_ratio + 1;
+        let visit = |number: u64, entry| {
+            if number % chunk == self.chunk_ratio {
+                return Ok(());
+            }
+            let index = number - number / chunk;
+            visit(index, self.state(index, number, entry))
+        };
+        scan(tables, self.offset, 0..self.entries(), 0, visit).await
+    }
+
+    /// The number of entries, those of bitmaps between blocks included.
+    fn entries(&self) -> u64 {
+        self.blocks + self.blocks.saturating_sub(1) / self.chunk_ratio
+    }
+
+    fn entry_offset(&self, number: u64) -> u64 {
+        self.offset + number * ENTRY_SIZE
+    }
+
+    /// The state of block `index`, as entry `number` of the table has it.
+    fn state(&self, index: u64, number: u64, entry: [u8; 8]) -> Result<Block> {
+        let entry = u64::from_le_bytes(entry);
         match (entry & STATE, entry & OFFSET) {
             (state::NOT_PRESENT | state::UNDEFINED | state::UNMAPPED, _) => Ok(Block::Hole),
             (state::ZERO, _) => Ok(Block::Zero),
             (state::FULLY_PRESENT, host) if host >= MIB => Ok(Block::Mapped { host }),
             (state, host) => {
                 let what = format!("block {index} of the disk has state {state} and offset {host}");
-                Err(corrupt(what, at))
+                Err(corrupt(what, self.entry_offset(number)))
             }
         }
     }

@@ -1,6 +1,7 @@
-//! Checks that the block table of a VHDX image names each block of the file at most once.
+//! Checks that the block table of a VHDX image names each block of the file at most once, and no
+//! block past the end of the file.
 
-use blockhouse_core::{ErrorKind, Result, Storage, WorkBudget};
+use blockhouse_core::{ErrorKind, Result, Storage};
 
 use super::Vhdx;
 use super::bat::Block;
@@ -17,25 +18,21 @@ impl Vhdx {
         tables: &Tables<'_, S>,
         file_size: u64,
     ) -> Result<Survey> {
-        let block_size = self.metadata.block_size;
+        let (size, block_size) = (self.metadata.size, self.metadata.block_size);
         let mut survey = Survey::new(self.bat.blocks, block_size);
-        let budget = WorkBudget::new();
-        for index in 0..self.bat.blocks {
-            budget.spend(WorkBudget::LOOK_UP).await;
-            match self.bat.block(tables, index).await {
-                Ok(Block::Mapped { host }) if host >= file_size => {
-                    survey.problem(|| {
-                        format!("block {index} lies past the end of the file ({host})")
-                    });
-                }
-                Ok(Block::Mapped { host }) => survey.add(host)?,
-                Ok(Block::Hole | Block::Zero) => {}
-                Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    survey.problem(|| error.to_string());
-                }
-                Err(error) => return Err(error),
+        let visit = |index: u64, block: Result<Block>| match block {
+            Ok(Block::Mapped { host }) => {
+                let length = (size - index * block_size).min(block_size);
+                survey.add(index, host, length, file_size)
             }
-        }
+            Ok(Block::Hole | Block::Zero) => Ok(()),
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                survey.problem(|| error.to_string());
+                Ok(())
+            }
+            Err(error) => Err(error),
+        };
+        self.bat.scan(tables, visit).await?;
         Ok(survey)
     }
 }

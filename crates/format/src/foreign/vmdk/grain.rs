@@ -5,13 +5,18 @@ use crate::foreign::fields::le32;
 use crate::inflate::{Wrapper, inflate};
 
 /// Bytes of the marker: the grain's first sector of the disk, and the length of the stream.
-const MARKER: usize = 12;
+pub(super) const MARKER: usize = 12;
 
 /// The maximum number of bytes that a compressed grain of `grain_size` bytes takes with its marker:
 /// for incompressible data, a zlib stream is longer than its input by a few bytes for each deflate
 /// block.
 pub(super) fn max_length(grain_size: u64) -> u64 {
     MARKER as u64 + grain_size + grain_size / 8 + 512
+}
+
+/// The bytes of the grain that begins with `marker`, marker included.
+pub(super) fn length(marker: &[u8]) -> u64 {
+    MARKER as u64 + u64::from(le32(marker, 8))
 }
 
 /// Decompresses the grain that begins with `bytes`, and stores its first bytes in `into`.

@@ -12,7 +12,8 @@ use crate::foreign::tables::Tables;
 
 /// Entry of a grain of zeros, if the header has the flag for it.
 const ZERO_GRAIN: u32 = 1;
-const ENTRY_SIZE: u64 = 4;
+/// Bytes of an entry of a grain table or the grain directory.
+pub(super) const ENTRY_SIZE: u64 = 4;
 
 /// A sparse extent in its file.
 #[derive(Debug)]
@@ -73,45 +74,78 @@ impl SparseExtent {
         })
     }
 
-    /// The offset of a grain table in the storage; `None` if none of its grains was written.
-    pub(super) async fn table<S: Storage>(
-        &self,
-        tables: &Tables<'_, S>,
-        index: u64,
-    ) -> Result<Option<u64>> {
-        let at = self.file.offset() + self.header.directory + index * ENTRY_SIZE;
-        let sector = tables.entry(at).await.map(u32::from_le_bytes)?;
-        if sector == 0 {
+    async fn table<S: Storage>(&self, tables: &Tables<'_, S>, index: u64) -> Result<Option<u64>> {
+        self.table_of(index, tables.entry(self.directory_offset(index)).await?)
+    }
+
+    /// The offset in the storage of an entry of the grain directory.
+    pub(super) fn directory_offset(&self, index: u64) -> u64 {
+        self.file.offset() + self.header.directory + index * ENTRY_SIZE
+    }
+
+    /// The offset in the storage of grain table `index`, as its entry in the directory has it;
+    /// `None` if none of its grains was written.
+    ///
+    /// # Errors
+    /// `Corrupt`, with the offset of the entry.
+    pub(super) fn table_of(&self, index: u64, entry: [u8; 4]) -> Result<Option<u64>> {
+        let table = u64::from(u32::from_le_bytes(entry)) * SECTOR;
+        if table == 0 {
             return Ok(None);
         }
-        let (table, length) = (u64::from(sector) * SECTOR, self.header.table_entries * ENTRY_SIZE);
-        if table + length > self.file.length() {
+        if table + self.table_length() > self.file.length() {
             let what = format!("grain table {index} at {table} ends past the end of the file");
-            return Err(corrupt(what, at));
+            return Err(corrupt(what, self.directory_offset(index)));
         }
         Ok(Some(self.file.offset() + table))
     }
 
+    /// Bytes of a grain table.
+    pub(super) fn table_length(&self) -> u64 {
+        self.header.table_entries * ENTRY_SIZE
+    }
+
     /// The entry of grain `index` of the extent, in the table at offset `table` of the storage.
-    pub(super) async fn grain<S: Storage>(
+    async fn grain<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
         table: u64,
         index: u64,
     ) -> Result<Grain> {
-        let at = table + index % self.header.table_entries * ENTRY_SIZE;
-        match tables.entry(at).await.map(u32::from_le_bytes)? {
+        let entry = tables.entry(self.grain_offset(table, index)).await?;
+        self.grain_of(table, index, entry)
+    }
+
+    /// The offset in the storage of the entry of a grain.
+    fn grain_offset(&self, table: u64, index: u64) -> u64 {
+        table + index % self.header.table_entries * ENTRY_SIZE
+    }
+
+    /// The value of the entry of grain `index`, in the table at offset `table` of the storage.
+    ///
+    /// # Errors
+    /// `Corrupt`, with the offset of the entry.
+    pub(super) fn grain_of(&self, table: u64, index: u64, entry: [u8; 4]) -> Result<Grain> {
+        match u32::from_le_bytes(entry) {
             0 => Ok(Grain::Hole),
             ZERO_GRAIN if self.header.has_zero_grains => Ok(Grain::Zero),
             sector => {
                 let host = u64::from(sector) * SECTOR;
                 if host >= self.file.length() {
                     let what = format!("grain {index} at {host} lies past the end of the file");
-                    return Err(corrupt(what, at));
+                    return Err(corrupt(what, self.grain_offset(table, index)));
                 }
                 Ok(Grain::At(self.file.offset() + host))
             }
         }
+    }
+
+    /// The bytes that a read needs of grain `index`: the last grain may end past the end of the
+    /// extent. The length of a compressed grain is not known before it is read.
+    pub(super) fn needed_of(&self, index: u64) -> u64 {
+        let grain_size = self.header.grain_size;
+        let left = self.header.capacity.saturating_sub(index * grain_size);
+        if self.header.is_compressed { 1 } else { left.clamp(1, grain_size) }
     }
 
     /// The piece, from `inside` on, of a grain: its compressed data is at `host`, and its guest

@@ -3,7 +3,7 @@
 //!
 //! Guarantees: the end of the grain directory lies in the file.
 
-use blockhouse_core::{ByteRange, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
 use super::descriptor;
 use crate::aligned_read::read;
@@ -54,6 +54,7 @@ mod at {
     pub(super) const DESCRIPTOR_SIZE: usize = 36;
     pub(super) const TABLE_ENTRIES: usize = 44;
     pub(super) const DIRECTORY: usize = 56;
+    pub(super) const OVERHEAD: usize = 64;
     pub(super) const NEWLINES: usize = 73;
     pub(super) const COMPRESSION: usize = 77;
 
@@ -128,6 +129,7 @@ impl SparseHeader {
             let what = format!("grain tables of {entries} entries are not supported");
             return Err(unsupported(what, field(at::TABLE_ENTRIES)));
         }
+        check_not_truncated(le64(bytes, at::OVERHEAD), file, field(at::OVERHEAD))?;
         let entries = u64::from(entries);
         let tables = capacity.div_ceil(grain * entries);
         let directory = le64(bytes, at::DIRECTORY).checked_mul(SECTOR);
@@ -180,6 +182,18 @@ impl SparseHeader {
             (false, _) => "monolithicSparse",
         }
     }
+}
+
+/// Refuses a file that is shorter than its metadata, which takes `overhead` sectors. Scripts look
+/// for QEMU's words in the error. As in QEMU, a part of a sector counts as a sector.
+fn check_not_truncated(overhead: u64, file: ByteRange, field: u64) -> Result<()> {
+    let expected = overhead.saturating_mul(SECTOR);
+    if file.length().next_multiple_of(SECTOR) >= expected {
+        return Ok(());
+    }
+    let what = format!("File truncated, expecting at least {expected} bytes");
+    let hint = "copy the file again, or restore it from a copy";
+    Err(Error::new(ErrorKind::Corrupt, what).at(field).hint(hint))
 }
 
 /// The offset of a grain directory that names `tables` tables. Fails if any part of the directory
@@ -274,6 +288,9 @@ mod tests {
         assert_eq!(header.directory, 26 * 512);
         assert_eq!(header.descriptor, Some(ByteRange::between(4096 + 512, 4096 + 21 * 512)));
         assert!(!header.is_compressed && !header.has_zero_grains);
+        let mut whole = sound();
+        put(&mut whole, at::OVERHEAD, 2048);
+        assert_eq!(parse(&whole).unwrap(), header);
     }
 
     #[test]
@@ -322,6 +339,8 @@ mod tests {
             (at::DESCRIPTOR_OFFSET, 2040, "descriptor"),
             (at::DESCRIPTOR_OFFSET + 4, u32::MAX, "descriptor"),
             (at::DESCRIPTOR_SIZE, 4096, "descriptor"),
+            (at::OVERHEAD, 2049, "File truncated, expecting at least 1049088 bytes"),
+            (at::OVERHEAD + 4, u32::MAX, "File truncated, expecting at least 1844674407370955"),
             (at::NEWLINES, 0, "as text"),
         ] {
             let mut bytes = sound();

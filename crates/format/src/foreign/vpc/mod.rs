@@ -20,7 +20,7 @@ use super::fields::SECTOR;
 use super::overlap::Survey;
 use super::piece::Piece;
 use super::refusal::corrupt;
-use super::tables::Tables;
+use super::tables::{PageCache, Tables};
 use crate::aligned_read::read;
 pub use create::NewVpc;
 use footer::{Footer, Kind};
@@ -41,6 +41,9 @@ enum Blocks {
 }
 
 impl Vpc {
+    /// Reads the table of a dynamic image, too, because only the table has the size that the file
+    /// must have.
+    ///
     /// # Errors
     /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn open<S: Storage>(storage: &S) -> Result<Self> {
@@ -54,7 +57,11 @@ impl Vpc {
             Kind::Fixed => Blocks::Fixed,
             Kind::Dynamic { header } => {
                 let bytes = read(storage, header, sparse::LENGTH).await?;
-                Blocks::Dynamic(SparseHeader::parse(&bytes, header, footer.size, data_end)?)
+                let header = SparseHeader::parse(&bytes, header, footer.size, data_end)?;
+                let cache = PageCache::default();
+                let tables = Tables::new(storage, &cache, None);
+                header.check_not_truncated(&tables, storage.size()).await?;
+                Blocks::Dynamic(header)
             }
         };
         Ok(Self { size: footer.size, blocks })

@@ -14,7 +14,7 @@ use crate::foreign::tables::Tables;
 /// Bytes of the header.
 pub(super) const LENGTH: usize = 1024;
 /// Entry of a block that was never written.
-pub(super) const UNALLOCATED: u32 = u32::MAX;
+const UNALLOCATED: u32 = u32::MAX;
 
 pub(super) const COOKIE: &[u8; 8] = b"cxsparse";
 const ENTRY_SIZE: u64 = 4;
@@ -39,7 +39,8 @@ pub(super) struct SparseHeader {
     pub(super) bitmap_size: u64,
     /// Blocks of the disk.
     pub(super) blocks: u64,
-    table_offset: u64,
+    /// Offset of the table, a multiple of 512.
+    pub(super) table_offset: u64,
     /// The offset at which the footer begins, or the end of a file without a footer.
     pub(super) data_end: u64,
 }
@@ -121,11 +122,7 @@ impl SparseHeader {
     }
 
     /// The entry of a block of the disk.
-    pub(super) async fn entry<S: Storage>(
-        &self,
-        tables: &Tables<'_, S>,
-        index: u64,
-    ) -> Result<u32> {
+    async fn entry<S: Storage>(&self, tables: &Tables<'_, S>, index: u64) -> Result<u32> {
         let offset = self.table_offset + index * ENTRY_SIZE;
         tables.entry(offset).await.map(u32::from_be_bytes)
     }
