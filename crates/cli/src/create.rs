@@ -90,7 +90,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         (said, option) => said.or(option),
     };
     if arguments.only_name && size.is_none() {
-        wrong_usage(SIZE_IS_MISSING);
+        size_is_missing(&image, "");
     }
     let said = size.unwrap_or(0);
     let size = size.map(|size| whole_sectors(&image, size));
@@ -117,7 +117,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         if !refusal.is_first {
             formatting::print(&named, format, said, &settings)?;
         }
-        bail!("{}: {}", named.display(), refusal.words);
+        bail!("{}: {}", named.display(), refusal.words_of(format));
     }
     let file = new_file(&image, &settings);
     let (shown, made) = (Progress::start(arguments.progress)?, ToolProgress::default());
@@ -126,7 +126,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         format @ ImageFormat::Raw => {
             let mode = create_options::raw(&settings);
             let mode = mode.unwrap_or_else(|why| wrong_usage_of(&named, &why));
-            let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
+            let Some(size) = size else { size_is_missing(&named, "") };
             formatting::print(&named, format, said, &settings)?;
             if is_device(&image) {
                 return check_device(&image, size, mode);
@@ -144,7 +144,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             shown.beside(|| made.get(), work)
         }
         ImageFormat::Luks => {
-            let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
+            let Some(size) = size else { size_is_missing(&named, "") };
             let header = luks_header(&arguments.keys, &settings)?;
             formatting::print(&named, ImageFormat::Luks, said, &settings)?;
             event_loop.block_on(create_luks(&image, size, &header, file))
@@ -158,7 +158,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
                 options.size = size.unwrap_or_else(|| parent.size());
                 options.parent = Some(foreign_create::parent(&parent, &backing)?);
             } else if size.is_none() {
-                wrong_usage(SIZE_IS_MISSING);
+                size_is_missing(&named, "");
             }
             let said = if size.is_none() { options.size } else { said };
             formatting::print(&named, format, said, &settings)?;
@@ -192,8 +192,14 @@ fn refuse_own_name(image: &Path, settings: &[Setting]) -> Result<()> {
     Ok(())
 }
 
-/// The error for a disk without a size.
-const SIZE_IS_MISSING: &str = "the size is missing: 512, 64K, 20G";
+/// Reports that the size of a disk is missing, with another way to give it, and ends the program.
+fn size_is_missing(image: &Path, other: &str) -> ! {
+    if called_as::is_qemu_img() {
+        wrong_usage(&format!("{}: Image creation needs a size parameter", image.display()))
+    } else {
+        wrong_usage(&format!("the size is missing: 512, 64K, 20G{other}"))
+    }
+}
 
 impl Arguments {
     /// The options of a qcow2 image; the size is 0 if the backing file's size is used.
@@ -209,7 +215,7 @@ impl Arguments {
         let mut options = options.unwrap_or_else(|why| wrong_usage_of(named, &why));
         options.encryption = self.keys.new_encryption(encryption, secret.as_deref())?;
         if size.is_none() && options.backing.is_none() {
-            wrong_usage(&format!("{SIZE_IS_MISSING}, or a backing file that has one"));
+            size_is_missing(named, ", or a backing file that has one");
         }
         Ok(options)
     }
@@ -448,7 +454,7 @@ fn cut_after_l1(image: &Path) -> std::io::Result<()> {
 
 /// Under the name qemu-img: writes the first block of a new file, as qemu-img does. Programs probe
 /// the alignment of O_DIRECT by reading that block.
-fn allocate_first_block(image: &Path, size: u64) -> blockhouse_core::Result<()> {
+pub fn allocate_first_block(image: &Path, size: u64) -> blockhouse_core::Result<()> {
     const BLOCK: usize = 4096;
     if !called_as::is_qemu_img() || !image.is_file() {
         return Ok(());

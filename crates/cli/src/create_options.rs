@@ -13,7 +13,7 @@ use crate::called_as;
 use crate::create_setting::{EncryptFormat, Setting, word_of};
 use crate::foreign_options;
 use crate::qemu_help;
-use crate::qemu_refusals::{Refusal, SWITCHES, refusal};
+use crate::qemu_refusals::{Refusal, is_switch, refusal};
 
 /// The settings of one `-o`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -153,10 +153,9 @@ pub fn parse_one(text: &str) -> Result<Setting, String> {
 
 fn parse_known(text: &str) -> Result<Setting, String> {
     // A switch without a value means "on", as in QEMU.
-    let is_switch = SWITCHES.contains(&text) || foreign_options::is_switch(text);
     let (name, value) = text
         .split_once('=')
-        .or_else(|| is_switch.then_some((text, "on")))
+        .or_else(|| is_switch(text).then_some((text, "on")))
         .ok_or_else(|| format!("'{text}' is no NAME=VALUE; the names are {NAMES}"))?;
     let wrong = |known: &str| format!("{name} cannot be '{value}'; use {known}");
     let switch = || match switch::parse(value) {

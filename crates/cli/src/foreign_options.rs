@@ -12,6 +12,7 @@ use blockhouse_format::{ForeignKind, NewForeignOptions, Subformat};
 
 use crate::called_as;
 use crate::create_setting::{Setting, word_of};
+use crate::qemu_refusals;
 
 /// Option names, each with the formats that have the option.
 const OPTIONS: &[(&str, &[ForeignKind])] = &[
@@ -28,9 +29,6 @@ const OPTIONS: &[(&str, &[ForeignKind])] = &[
     ("zeroed_grain", &[ForeignKind::Vmdk]),
 ];
 
-/// The options that are on or off.
-const SWITCHES: &[&str] = &["block_state_zero", "compat6", "force_size", "static", "zeroed_grain"];
-
 /// The `hwversion` that means VMDK's default, and the one that `compat6` means.
 const UNDEFINED: &str = "undefined";
 const COMPAT6: &str = "6";
@@ -38,11 +36,6 @@ const COMPAT6: &str = "6";
 /// Whether one of these formats has an option of this name.
 pub fn is_name(name: &str) -> bool {
     OPTIONS.iter().any(|(known, _)| *known == name)
-}
-
-/// Whether the option of this name is on or off.
-pub fn is_switch(name: &str) -> bool {
-    SWITCHES.contains(&name)
 }
 
 /// The option of this [name](is_name) with this value.
@@ -58,7 +51,7 @@ pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
             Ok(size) => size.to_string(),
             Err(_) => return wrong("a size, like 1M"),
         },
-        name if is_switch(name) => match switch::parse(value) {
+        name if qemu_refusals::is_switch(name) => match switch::parse(value) {
             Some(is_on) => if is_on { "on" } else { "off" }.to_owned(),
             None => return wrong("on or off"),
         },
@@ -135,13 +128,18 @@ fn subformat(kind: ForeignKind, value: &str) -> Result<Subformat, String> {
         (ForeignKind::Vmdk, "monolithicSparse" | "twoGbMaxExtentSparse") => Ok(Subformat::Sparse),
         (ForeignKind::Vmdk, "monolithicFlat" | "twoGbMaxExtentFlat") => Ok(Subformat::Fixed),
         (ForeignKind::Vmdk, "streamOptimized") => Ok(Subformat::Stream),
-        (ForeignKind::Vmdk, _) if !called_as::is_qemu_img() => Err(format!(
+        (ForeignKind::Vmdk, _) if called_as::is_qemu_img() => {
+            Err(format!("invalid parameter value: {value}"))
+        }
+        (ForeignKind::Vmdk, _) => Err(format!(
             "subformat cannot be '{value}'; use monolithicSparse, monolithicFlat, twoGbMaxExtentSparse, \
              twoGbMaxExtentFlat or streamOptimized"
         )),
         (_, "dynamic") => Ok(Subformat::Sparse),
         (_, "fixed") => Ok(Subformat::Fixed),
-        _ if called_as::is_qemu_img() => Err(format!("Invalid parameter '{value}'")),
+        _ if called_as::is_qemu_img() => {
+            Err(format!("Parameter 'subformat' does not accept value '{value}'"))
+        }
         _ => Err(format!("subformat cannot be '{value}'; use dynamic or fixed")),
     }
 }

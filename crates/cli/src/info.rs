@@ -543,7 +543,8 @@ fn file_data(path: &Path, size: u64, actual_size: Option<u64>) -> Value {
         "virtual-size": size.next_multiple_of(512),
         "actual-size": actual_size,
         "dirty-flag": false,
-        "format-specific": { "type": format, "data": {} },
+        // QEMU has the type "file" for devices, too.
+        "format-specific": { "type": "file", "data": {} },
     })
 }
 

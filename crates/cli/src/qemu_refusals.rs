@@ -2,6 +2,7 @@
 //! called qemu-img.
 
 use blockhouse_config::size;
+use blockhouse_disk::ImageFormat;
 
 use crate::called_as;
 
@@ -16,6 +17,18 @@ pub struct Refusal {
     pub words: String,
     /// Whether the error is printed in place of the line "Formatting".
     pub is_first: bool,
+}
+
+impl Refusal {
+    /// The text of the error for an image of this format.
+    pub fn words_of(&self, format: ImageFormat) -> String {
+        match (self.name, format) {
+            ("preallocation", ImageFormat::Raw) => {
+                format!("invalid parameter value: {}", self.value)
+            }
+            _ => self.words.clone(),
+        }
+    }
 }
 
 /// The refusal of `NAME=VALUE`, if NAME is not in `names` or VALUE is not valid. Only under the
@@ -43,18 +56,36 @@ fn of(text: &str, names: &str) -> Option<Refusal> {
         ),
         "compat" => ("compat", value.to_owned(), unknown("version")),
         "preallocation" => ("preallocation", value.to_owned(), unknown("preallocation")),
+        "adapter_type" => {
+            ("adapter_type", value.to_owned(), format!("invalid parameter value: {value}"))
+        }
         "compression_type" => ("compression_type", value.to_owned(), unknown("compression-type")),
         _ => return None,
     };
     Some(Refusal { name, value, words, is_first: false })
 }
 
-/// The options of qcow2 images that are on or off.
-pub const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
+/// The options of new images that are on or off.
+const SWITCHES: [&str; 9] = [
+    "lazy_refcounts",
+    "extended_l2",
+    "data_file_raw",
+    "nocow",
+    "block_state_zero",
+    "compat6",
+    "force_size",
+    "static",
+    "zeroed_grain",
+];
+
+/// Whether the option of this name is on or off.
+pub fn is_switch(name: &str) -> bool {
+    SWITCHES.contains(&name)
+}
 
 /// The refusal of an option that does not exist, or of a switch whose value is neither on nor off.
 fn of_name(name: &str, names: &str) -> Option<String> {
-    if SWITCHES.contains(&name) {
+    if is_switch(name) {
         return Some(format!("Parameter '{name}' expects 'on' or 'off'"));
     }
     let is_known = names.split(", ").any(|known| known == name);
@@ -74,6 +105,10 @@ const USAGE: &[(&str, &str)] = &[
     (
         "only qcow2 images have compressed clusters",
         "Compression not supported for this file format",
+    ),
+    (
+        "compressed clusters (-c) are not encrypted",
+        "Compression and encryption not supported at the same time",
     ),
     (
         "--detect-zeroes unmap needs --discard unmap",
@@ -106,6 +141,12 @@ const OWN: &[&str] = &[
     "data-file-raw requires data-file",
     "List mode is incompatible",
     "Unsupported preallocation mode: ",
+    "Image creation needs a size parameter",
+    "Compression and preallocation not supported",
+    "error while converting ",
+    "expects 'on' or 'off'",
+    "does not accept value",
+    "invalid parameter value: ",
 ];
 
 /// The words of qemu-img and qemu-nbd for wrong usage. Only under their names.
@@ -132,8 +173,11 @@ mod tests {
             ("cluster_size=4M", "4194304", "between 512 and 2048k"),
             ("refcount_bits=-1", "-1", "Refcount width"),
             ("compat=0.42", "0.42", "Parameter 'version' does not accept value '0.42'"),
+            ("adapter_type=pvscsi", "pvscsi", "invalid parameter value: pvscsi"),
+            ("static=maybe", "maybe", "Parameter 'static' expects 'on' or 'off'"),
         ] {
-            let refusal = of(text, "cluster_size, refcount_bits, compat").unwrap();
+            let names = "cluster_size, refcount_bits, compat, adapter_type, static";
+            let refusal = of(text, names).unwrap();
             assert_eq!(refusal.value, value);
             assert!(refusal.words.contains(words), "{text}: {}", refusal.words);
         }

@@ -175,6 +175,13 @@ impl Mistake<'_> {
             "measure" if is_of("--size") => {
                 Some("--size N cannot be used together with a filename.".to_owned())
             }
+            "check" | "bench"
+                if ["--force-share", "--repair", "--write"].into_iter().any(is_of) =>
+            {
+                let image = self.last;
+                let why = "force-share=on can only be used with read-only images";
+                Some(format!("Could not open '{image}': {why}"))
+            }
             "convert" if is_of("--no-create") || is_of("--options") => {
                 Some("-o has no effect when skipping image creation".to_owned())
             }
@@ -302,6 +309,7 @@ mod tests {
             ("qemu-img resize a 1M 2M", "Extra argument(s) in command line"),
             ("qemu-img check -r nope a", "--repair (-r) expects 'leaks' or 'all' not 'nope'"),
             ("qemu-img snapshot -l -c x a", "Cannot mix '-l', '-a', '-c', '-d'"),
+            ("qemu-img check -r leaks -U a", "Could not open 'a': force-share=on can only be"),
             ("qemu-img bitmap a b", "Need at least one of --add"),
             ("qemu-img dd if=a of=b seek=1", "unrecognized operand seek"),
             ("qemu-img convert -t nope a b", "Invalid cache option: nope"),

@@ -214,6 +214,8 @@ fn of_resize(text: &str) -> Option<String> {
         "Image format driver does not support resize"
     } else if text.contains("resizing a block device is not supported here") {
         "Cannot resize device files"
+    } else if text.contains(" and cannot lose ") {
+        "New image size must be positive"
     } else if text.contains("cannot make a disk with sectors") {
         "The new size must be a multiple of 512"
     } else {

@@ -74,11 +74,13 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = if arguments.only_name {
-        event_loop.block_on(async {
+        let opened = async {
             warn_of_new(&arguments.image, new.as_ref()).await;
             let options = arguments.open.read_write(&arguments.image, arguments.format)?;
             anyhow::Ok(open(&arguments.image, options.for_purpose(Purpose::Image)).await?)
-        })?
+        };
+        // Nothing is copied, but qemu-img prints the first and the last line here, too.
+        shown.beside(|| (0, 0), || event_loop.block_on(opened))?
     } else {
         arguments.with_same_content(&mut event_loop, &shown, new.as_ref())?
     };

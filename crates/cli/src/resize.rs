@@ -1,20 +1,25 @@
 //! `blockhouse resize`: grows images, and with `--shrink` makes them shorter.
 
-use std::path::PathBuf;
+use std::cmp::Ordering;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, ErrorKind, Request, ToolProgress};
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Request, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{ImageDisk, ImageFormat, open, take_space};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::SpaceMode;
 
 use crate::called_as;
+use crate::create::allocate_first_block;
 use crate::create_options;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
 use blockhouse_config::size::{self, NewSize};
+
+/// Bytes of a sector: a disk has whole sectors.
+const SECTOR: u64 = 512;
 
 /// Arguments of `resize`.
 #[derive(clap::Args)]
@@ -78,24 +83,16 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         _ => error,
     })?;
     let old = disk.size();
-    let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
+    let length = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
+    arguments.check(&disk, length)?;
     // qemu-img takes any size for a raw disk; here a disk has whole sectors, so it is rounded up.
     let is_raw = disk.image().cluster_size().is_none();
-    let size = if is_raw && called_as::is_qemu_img() { size.next_multiple_of(512) } else { size };
-    if size < old && arguments.preallocation != Space::Later {
-        if called_as::is_qemu_img() {
-            bail!("Preallocation can only be used for growing images")
-        } else {
-            bail!(
-                "{}: space is taken where a disk becomes longer; leave --preallocation out",
-                disk.name()
-            )
-        }
-    }
+    let is_exact = is_raw && called_as::is_qemu_img();
+    let size = if is_exact { length.next_multiple_of(SECTOR) } else { length };
     if is_raw && arguments.preallocation == Space::Now(SpaceMode::Tables) {
         bail!(create_options::raw_has_no_tables());
     }
-    event_loop.block_on(resize(&disk, size, arguments.shrink))?;
+    event_loop.block_on(resize(&disk, size))?;
     if let Space::Now(mode) = arguments.preallocation
         && size > old
     {
@@ -106,8 +103,53 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             return Err(event_loop.block_on(take_back(&disk, added, error)));
         }
     }
+    if is_exact {
+        event_loop.block_on(set_length(&disk, &image, old, length))?;
+    }
     event_loop.block_on(disk.close())?;
     if called_as::is_qemu_img() { output::print_unless_quiet("Image resized.") } else { Ok(()) }
+}
+
+impl Arguments {
+    /// Refuses a new size that the options do not allow. Under the name qemu-img also a size of 0,
+    /// and preallocation of an unchanged size.
+    fn check(&self, disk: &ImageDisk, size: u64) -> Result<()> {
+        let (name, old, allocates) = (disk.name(), disk.size(), self.preallocation != Space::Later);
+        if called_as::is_qemu_img() {
+            if size == 0 {
+                bail!("New image size must be positive");
+            }
+            if size <= old && allocates {
+                bail!("Preallocation can only be used for growing images");
+            }
+        } else if size < old && allocates {
+            bail!("{name}: space is taken where a disk becomes longer; leave --preallocation out");
+        }
+        if size < old && !self.shrink {
+            bail!(
+                "{name}: has {old} bytes and would become shorter: what lies beyond {size} would be lost; say --shrink if \
+                 that is meant"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Under the name qemu-img: sets the length of a raw image's file, whose disk of `old` bytes has
+/// been resized. The length may be inside the last sector. The first sector of a file that was
+/// empty is written, as by qemu-img.
+async fn set_length(disk: &ImageDisk, image: &Path, old: u64, length: u64) -> Result<()> {
+    let file = disk.image().file().filter(|_| disk.image().format_name() == "raw");
+    let Some(file) = file else { return Ok(()) };
+    let length = if old == 0 { length.max(SECTOR) } else { length };
+    if file.size() != length {
+        file.resize(length).await?;
+        file.flush(SyncMode::Full).await?;
+    }
+    if old == 0 {
+        allocate_first_block(image, length)?;
+    }
+    Ok(())
 }
 
 /// Restores the size that the disk had before `added`, whose space could not be allocated. Returns
@@ -128,21 +170,11 @@ async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> an
     }
 }
 
-async fn resize(disk: &ImageDisk, size: u64, may_shrink: bool) -> Result<()> {
+async fn resize(disk: &ImageDisk, size: u64) -> Result<()> {
     // A raw disk on a device cannot be resized, not even to its own size.
-    if size == disk.size() {
-        return Ok(());
+    match size.cmp(&disk.size()) {
+        Ordering::Equal => Ok(()),
+        Ordering::Greater => Ok(disk.resize(size).await?),
+        Ordering::Less => Ok(disk.shrink(size).await?),
     }
-    if size > disk.size() {
-        return Ok(disk.resize(size).await?);
-    }
-    if may_shrink {
-        return Ok(disk.shrink(size).await?);
-    }
-    bail!(
-        "{}: has {} bytes and would become shorter: what lies beyond {size} would be lost; say --shrink if that is \
-         meant",
-        disk.name(),
-        disk.size()
-    );
 }

@@ -39,8 +39,8 @@ pub struct ForkChildParams {
 pub struct ForkedDisk {
     /// The name.
     pub disk: String,
-    /// The image with what the disk is at the fork. If the disk goes on in an overlay, no program may
-    /// change it.
+    /// The image with what the disk is at the fork. If the disk goes on in an overlay, no program
+    /// may change it.
     pub layer: PathBuf,
     /// The image in which it goes on. Left out for a read-only disk and for one in Ceph, which go
     /// on as they are.

@@ -14,6 +14,7 @@ use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
 use crate::create::{chosen_encryption, wrong_usage};
 use crate::create_options::{self, Settings};
 use crate::create_setting::Setting;
+use crate::formatting;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs, name_format_option};
 use crate::progress::ProgressArgs;
@@ -205,6 +206,18 @@ impl Arguments {
         Ok(())
     }
 
+    /// Ends the program, because the target cannot have one of its options. Under the name qemu-img
+    /// the error of a value names the target, because qemu-img finds it there.
+    pub(super) fn refuse_option(&self, format: &str, why: &str) -> ! {
+        const EARLY: [&str; 3] =
+            ["Invalid parameter", "Backing file not supported", "expects 'on' or 'off'"];
+        if !called_as::is_qemu_img() || EARLY.iter().any(|early| why.contains(early)) {
+            wrong_usage(why);
+        }
+        let target = self.target.display();
+        wrong_usage(&format!("{target}: error while converting {format}: {why}"))
+    }
+
     /// How the copy is made.
     pub(super) fn how(&self) -> How {
         How {
@@ -241,13 +254,22 @@ pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Settin
     if format != ImageFormat::Qcow2 && arguments.bitmaps {
         wrong_usage("only qcow2 images have bitmaps (--bitmaps); say --format qcow2");
     }
-    if format == ImageFormat::Raw {
-        create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
-    }
     arguments.habits.check(arguments.sparse);
     let is_compressed = arguments.compress && format == ImageFormat::Qcow2;
     if is_compressed && chosen_encryption(&settings).is_some() {
         wrong_usage("compressed clusters (-c) are not encrypted: leave one of the two out");
+    }
+    let is_preallocated =
+        || formatting::preallocation_of(&settings).is_some_and(|mode| mode != "off");
+    if is_compressed && called_as::is_qemu_img() && is_preallocated() {
+        wrong_usage("Compression and preallocation not supported at the same time");
+    }
+    if let Some(refusal) = create_options::refusal_of(&settings) {
+        arguments.refuse_option(format.as_str(), &refusal.words_of(format));
+    }
+    if format == ImageFormat::Raw {
+        let mode = create_options::raw(&settings);
+        mode.unwrap_or_else(|why| arguments.refuse_option(format.as_str(), &why));
     }
     if arguments.compress && settings.iter().any(|one| matches!(one, Setting::DataFile(_))) {
         wrong_usage("an image with a data file has no compressed clusters (-c)");

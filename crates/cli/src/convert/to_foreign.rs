@@ -21,7 +21,8 @@ use crate::vmdk_files::VmdkFiles;
 
 /// Runs the command.
 pub fn run(arguments: &Arguments, kind: ForeignKind, settings: &[Setting]) -> Result<()> {
-    let options = foreign_options::of(kind, 0, settings).unwrap_or_else(|why| wrong_usage(&why));
+    let options = foreign_options::of(kind, 0, settings);
+    let options = options.unwrap_or_else(|why| arguments.refuse_option(kind.as_str(), &why));
     refuse(arguments, kind, options.subformat);
     let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;

@@ -12,7 +12,7 @@ use super::errors::Returned;
 /// The version of QEMU that the commands follow, and the version of this program.
 pub(super) fn version() -> Value {
     json!({
-        "qemu": { "major": 10, "minor": 0, "micro": 0 },
+        "qemu": { "major": 10, "minor": 0, "micro": 2 },
         "package": concat!("Blockhouse ", env!("CARGO_PKG_VERSION")),
     })
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
-use blockhouse_format::{ImageFormat, probe};
+use blockhouse_format::{ForeignKind, ImageFormat, probe};
 use blockhouse_storage::Location;
 use futures_util::future::LocalBoxFuture;
 
@@ -79,10 +79,14 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
 
 /// Probes the format of an image whose name does not tell it. The image is a regular file without a
 /// suffix or with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file. With
-/// `by_content` it may also be a block device, or have any other suffix except `.raw` and those of
-/// other formats, because distributions name their qcow2 images `.img`. Returns `None` if the
-/// content has no supported format, for other names, for a raw image with bitmaps beside it, and
-/// for disks of servers. Needs no event loop.
+/// `by_content` it may also be a block device, or have any other suffix except `.raw`, because
+/// distributions name their qcow2 images `.img`. Returns `None` if the content has no supported
+/// format, for other names, for a raw image with bitmaps beside it, and for disks of servers. Needs
+/// no event loop.
+///
+/// With `by_content`, the content also decides against a name that says another format: it is raw
+/// without any format's signature, as a flat extent of a VMDK (`disk-flat.vmdk`). Reason: such a
+/// name does not say raw, and callers let a probed image name only allowed files.
 ///
 /// # Errors
 /// The host's.
@@ -93,14 +97,27 @@ pub fn probe_nameless(
 ) -> Result<Option<ImageFormat>> {
     let says_nothing = by_content || path.extension().is_none_or(is_of_no_format);
     let is_known_raw = || has_raw_suffix(path) || is_file(&side_file_of(path));
-    let is_named = part.is_none()
-        && (!says_nothing || is_known_raw() || format_by_name(path) != ImageFormat::Raw);
     let can_be_probed = is_file(path) || by_content && is_device(path);
-    if is_named || !can_be_probed {
-        Ok(None)
-    } else {
-        look_of(path, part.map_or(0, |part| part.offset))
+    if !can_be_probed || part.is_none() && (!says_nothing || is_known_raw()) {
+        return Ok(None);
     }
+    let said = if part.is_none() { format_by_name(path) } else { ImageFormat::Raw };
+    if said == ImageFormat::Raw {
+        return look_of(path, part.map_or(0, |part| part.offset));
+    }
+    Ok(if by_content { look_despite(said, path)? } else { None })
+}
+
+/// The format of a file's content if it is not the one that the name says: raw without any format's
+/// signature. `None` for an unsupported format.
+fn look_despite(said: ImageFormat, path: &Path) -> Result<Option<ImageFormat>> {
+    let mut found = probe::name_of(&bytes_at(path, SeekFrom::Start(0))?);
+    // A fixed VHD has its signature at the end.
+    if found.is_none() && said == ImageFormat::Foreign(ForeignKind::Vpc) {
+        found = probe::name_of_end(&bytes_at(path, SeekFrom::End(0))?);
+    }
+    let found = found.map_or(Some(ImageFormat::Raw), |name| name.parse().ok());
+    Ok(found.filter(|found| *found != said))
 }
 
 /// The format before other suffixes of a regular file's name (`disk.qcow2.1.bak`), if the content
@@ -152,14 +169,24 @@ pub(super) async fn probe_supported(storage: &impl Storage) -> Result<Option<Ima
 
 /// Probes the format of the bytes of a file from `offset` on.
 fn look_of(path: &Path, offset: u64) -> Result<Option<ImageFormat>> {
-    let mut first = Vec::new();
+    let first = bytes_at(path, SeekFrom::Start(offset))?;
+    Ok(probe::name_of(&first).and_then(|name| name.parse().ok()))
+}
+
+/// The [`probe::LENGTH`] bytes of a file after a position, or before a position from its end.
+fn bytes_at(path: &Path, position: SeekFrom) -> Result<Vec<u8>> {
+    const LENGTH: u64 = probe::LENGTH as u64;
+    let mut bytes = Vec::new();
     let read = std::fs::File::open(path).and_then(|mut file| {
-        file.seek(SeekFrom::Start(offset))?;
-        file.take(probe::LENGTH as u64).read_to_end(&mut first)
+        let start = file.seek(position)?;
+        if let SeekFrom::End(_) = position {
+            file.seek(SeekFrom::Start(start.saturating_sub(LENGTH)))?;
+        }
+        file.take(LENGTH).read_to_end(&mut bytes)
     });
     let failed = |error| Error::host("cannot open", error).on(&path.display().to_string());
     read.map_err(failed)?;
-    Ok(probe::name_of(&first).and_then(|name| name.parse().ok()))
+    Ok(bytes)
 }
 
 /// Whether a suffix is part of a version, or marks a file as incomplete.

@@ -49,8 +49,8 @@ pub(super) struct SharedLayer<'a> {
 
 impl<'a> SharedLayer<'a> {
     /// The layer of this disk, which is watched from now on; `None` if the disk was written to, if
-    /// its layer is not durable or no file of this host, or if no fork has made its overlay. Reason:
-    /// a rollback needs the record of a fork.
+    /// its layer is not durable or no file of this host, or if no fork has made its overlay.
+    /// Reason: a rollback needs the record of a fork.
     ///
     /// # Errors
     /// Errors of reading the tables; `Io` if changes in flight take too long.
