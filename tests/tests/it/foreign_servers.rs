@@ -104,9 +104,9 @@ impl Rig {
     fn quick(&self, server: &str, words: &[&str]) {
         let begin = Instant::now();
         let mut outcome = command(words);
-        // A server for a single connection may not have noticed yet that the previous command has
-        // disconnected.
-        while server.ends_with("limit=1")
+        // A server that limits its connections may not have noticed yet that the previous command
+        // has disconnected.
+        while server.contains("limit=")
             && outcome.stderr.contains("closed the connection")
             && begin.elapsed() < QUICK
         {
