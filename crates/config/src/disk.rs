@@ -283,13 +283,7 @@ impl DiskConfig {
     /// This description with the image of another description of the disk.
     #[must_use]
     pub fn with_image_of(&self, other: &Self) -> Self {
-        Self {
-            name: other.name.clone(),
-            path: other.path.clone(),
-            format: other.format,
-            cache: other.cache,
-            ..self.clone()
-        }
+        Self { path: other.path.clone(), format: other.format, cache: other.cache, ..self.clone() }
     }
 }
 

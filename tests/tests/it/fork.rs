@@ -182,6 +182,12 @@ fn a_disk_that_was_not_written_to_goes_on_in_its_overlay() {
         // The overlay has changes now, so that the next fork makes another.
         let again = fork(&mut control, 250);
         assert_eq!(again["layer"], forked["overlay"]);
+        // So does a fork to roll back to, and one of an overlay with something of its own.
+        ctl(&scratch, &["fork", name]).success();
+        assert_eq!(path_of(&mut control, name), str(&scratch.path("disk.3.qcow2")));
+        ctl(&scratch, &["snapshot", "create", name, "s"]).success();
+        let apart = fork(&mut control, 251);
+        assert_eq!(apart["layer"], str(&scratch.path("disk.3.qcow2")));
         let (ours, others) = (writer.blocks(), other.blocks());
         drop((writer, other, control));
         server.stop();

@@ -477,7 +477,7 @@ fn a_node_stands_on_another_one() {
     );
     let export = json!({ "type": "nbd", "id": "x", "node-name": "base" });
     assert!(rig.qmp.refused("block-export-add", export).contains("use 'top'"));
-    rig.qmp.get("block-export-del", json!({ "id": "top" }));
+    rig.qmp.get("block-export-del", json!({ "id": "top", "mode": "hard" }));
     rig.qmp.get("blockdev-del", json!({ "node-name": "top" }));
     // The disk works as before and can be written to.
     rig.export("base", true);

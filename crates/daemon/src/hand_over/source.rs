@@ -459,7 +459,7 @@ fn offer_of<'a>(
         descriptors.extend(control.file().map(AsFd::as_fd));
         Listening { address: control.address().into(), has_file: control.file().is_some() }
     });
-    let configured = service.running().configuration().disks();
+    let configured = service.running().configured();
     let offer = Offer {
         disks: offered,
         configured: configured.iter().map(Configured::of).collect::<Result<_>>()?,

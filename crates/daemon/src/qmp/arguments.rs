@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use super::errors::QmpError;
 use crate::running::claims::Name;
 
-/// The keys of the names of new nodes, and of nodes below them.
-const NODE_KEYS: [&str; 4] = ["node-name", "file", "backing", "data-file"];
+/// The keys of names of new nodes.
+const NODE_KEYS: [&str; 2] = ["node-name", "snapshot-node-name"];
 
 /// The arguments of a command, or an object in them.
 #[derive(Debug)]
@@ -244,21 +244,22 @@ impl Arguments {
         is_null
     }
 
-    /// The nodes that the arguments name, at any depth.
+    /// The names of new nodes in the arguments, at any depth.
     pub(super) fn nodes(&self) -> Vec<Name> {
-        fn add(given: &Map<String, Value>, names: &mut Vec<Name>) {
-            for (key, value) in given {
-                match value {
-                    Value::String(node) if NODE_KEYS.contains(&&**key) => {
-                        names.push(Name::Node(node.clone()));
-                    }
-                    Value::Object(inner) => add(inner, names),
-                    _ => {}
-                }
+        fn add(value: &Value, names: &mut Vec<Name>) {
+            match value {
+                Value::Object(given) => add_all(given, names),
+                Value::Array(values) => values.iter().for_each(|value| add(value, names)),
+                _ => {}
             }
         }
+        fn add_all(given: &Map<String, Value>, names: &mut Vec<Name>) {
+            let named = NODE_KEYS.iter().filter_map(|key| given.get(*key)?.as_str());
+            names.extend(named.map(|node| Name::Node(node.to_owned())));
+            given.values().for_each(|value| add(value, names));
+        }
         let mut names = Vec::new();
-        add(&self.given, &mut names);
+        add_all(&self.given, &mut names);
         names
     }
 

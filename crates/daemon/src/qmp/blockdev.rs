@@ -1,4 +1,5 @@
-//! `blockdev-add` and `blockdev-del`. Commands of several clients about the same nodes take turns.
+//! `blockdev-add` and `blockdev-del`. Commands of several clients that add or remove nodes of the
+//! same names take turns.
 
 use std::rc::Rc;
 
@@ -9,7 +10,6 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::filters;
 use super::opening::{Asked, check_name, close, open_node};
-use crate::running::claims::Name;
 
 /// `blockdev-add`.
 pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
@@ -28,10 +28,9 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
 
 /// `blockdev-del`.
 pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let _claim = context.running.claims().claim(given.nodes()).await;
     let name = given.text("node-name")?;
     given.end()?;
-    let claimed = [name.clone(), context.state.borrow().file_of(&name)].map(Name::Node);
-    let _claim = context.running.claims().claim(claimed).await;
     let file = context.state.borrow().files.get(&name).cloned();
     if file.is_some_and(|file| file.user.is_some()) {
         return Err(in_use(&name));

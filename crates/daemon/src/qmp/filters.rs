@@ -81,10 +81,12 @@ pub(super) async fn change_group(
     Ok(())
 }
 
-/// A name that no client can choose, as QEMU generates for a node without a name.
+/// A name that no client can choose, as QEMU generates for a node without a name. It is generated
+/// once.
 pub(super) fn implicit_name(context: &Context) -> String {
-    let is_free = |name: &String| !context.has_node(name);
-    (0..).map(|number: u64| format!("#block{number:03}")).find(is_free).expect("an endless list")
+    let mut state = context.state.borrow_mut();
+    state.implicit_nodes += 1;
+    format!("#block{:03}", state.implicit_nodes - 1)
 }
 
 /// Removes a filter.

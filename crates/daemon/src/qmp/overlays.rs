@@ -33,6 +33,7 @@ pub(super) struct Overlay {
 
 /// `blockdev-snapshot-sync`.
 pub(super) async fn create(context: &Rc<Context>, given: Arguments) -> Returned {
+    let _claim = context.running.claims().claim(given.nodes()).await;
     let overlay = to_create(context, given)?;
     put_on(context, vec![overlay]).await
 }

@@ -147,6 +147,8 @@ pub(super) struct State {
     pub(super) creations: BTreeMap<String, Option<Option<String>>>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
+    /// How many nodes have got a name from this server.
+    pub(super) implicit_nodes: u64,
     /// Filters, by name.
     pub(super) filters: BTreeMap<String, Filter>,
     /// Objects, by name.

@@ -36,6 +36,7 @@ struct Actions {
 
 /// Carries the actions out, unless one of them is invalid or is `abort`.
 pub(super) async fn run(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let _claim = context.running.claims().claim(given.nodes()).await;
     let actions = given.list("actions")?;
     given.only(
         "properties",

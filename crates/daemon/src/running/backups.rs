@@ -319,7 +319,8 @@ pub(super) async fn with_bitmaps(
     let (setup, path, moved, disk, room) =
         (setup.clone(), path.clone(), moved.clone(), Arc::clone(disk), Arc::clone(room));
     let (bitmaps, group) = (copies, Mutex::default());
-    Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group }))
+    let configured = Mutex::default();
+    Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, configured, group }))
 }
 
 /// Ends a backup: stops serving its frozen disks and copying old data. Its bitmaps stay.

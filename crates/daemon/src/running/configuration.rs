@@ -1,35 +1,44 @@
-//! The disks that the command line or the configuration asks for, to be compared with the
-//! configuration at the next reload.
+//! The configuration of a server, which reloads read.
 
 use std::path::{Path, PathBuf};
 
 use blockhouse_config::disk::DiskConfig;
+use blockhouse_disk::Access;
 use parking_lot::Mutex;
 
-/// The configuration of a server.
+use super::export::RunningExport;
+
+/// The configuration of a server. Each [`RunningDisk`](super::RunningDisk) has its own part.
 pub(crate) struct Configuration {
     path: Option<PathBuf>,
-    disks: Mutex<Vec<DiskConfig>>,
+    /// The disks that could not be opened again, neither with other options nor with the old ones.
+    pub(super) lost: Mutex<Vec<ClosedDisk>>,
 }
 
 impl Configuration {
-    /// A configuration without disks. `path`: the file that reloads read.
+    /// A configuration. `path`: the file that reloads read.
     pub(super) fn new(path: Option<PathBuf>) -> Self {
-        Self { path, disks: Mutex::default() }
+        Self { path, lost: Mutex::default() }
     }
 
     /// The file that reloads read.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
+}
 
-    /// The requested disks.
-    pub(crate) fn disks(&self) -> Vec<DiskConfig> {
-        self.disks.lock().clone()
-    }
-
-    /// Sets the requested disks.
-    pub(crate) fn set(&self, disks: Vec<DiskConfig>) {
-        *self.disks.lock() = disks;
-    }
+/// A disk that a reload has closed, as it was until then.
+pub(super) struct ClosedDisk {
+    /// The options that the file had for it.
+    pub(super) old: DiskConfig,
+    /// The options that open it as it was, with its limits, and without exports.
+    pub(super) setup: DiskConfig,
+    /// The canonical path of its image.
+    pub(super) path: PathBuf,
+    /// The write threshold that a request has set, in bytes.
+    pub(super) write_threshold: Option<u64>,
+    /// Whether clients may change it.
+    pub(super) access: Access,
+    /// Its exports, with the rights of their clients.
+    pub(super) exports: Vec<RunningExport>,
 }

@@ -30,6 +30,8 @@ pub(crate) struct RunningDisk {
     pub(super) bitmaps: Vec<ExportBitmap>,
     /// Watches its free space.
     pub(super) room: Arc<RoomWatch>,
+    /// See [`configured`](Self::configured).
+    pub(super) configured: Mutex<Option<DiskConfig>>,
     /// The name of the group whose limits it shares. Changed while the list is locked.
     pub(super) group: Mutex<Option<String>>,
 }
@@ -45,16 +47,29 @@ impl RunningDisk {
         DiskConfig { threshold: self.threshold(), ..self.setup.clone() }
     }
 
-    /// Whether the disk is open with these options: those that it was opened with, or the same with
-    /// the image that has replaced the first one.
-    pub(super) fn is_open_as(&self, setup: &DiskConfig) -> bool {
-        let is_moved = |moved: &Moved| {
-            moved.is_in(&setup.path)
-                && setup.format.is_none_or(|format| format == moved.format)
-                && [self.setup.cache, moved.cache].contains(&setup.cache)
-                && self.setup.with_image_of(setup).opens_like(setup)
+    /// The options that the command line or the configuration has for the disk; `None` for one that
+    /// a request has opened.
+    pub(crate) fn configured(&self) -> Option<DiskConfig> {
+        self.configured.lock().clone()
+    }
+
+    /// Records the options that the configuration has for the disk.
+    pub(super) fn set_configured(&self, options: DiskConfig) {
+        *self.configured.lock() = Some(options);
+    }
+
+    /// Whether the disk stays open if the configuration has the options `new` for it in the place
+    /// of `old`: both open it in the same way, but `new` may name the image that it goes on in.
+    pub(super) fn stays_open(&self, old: &DiskConfig, new: &DiskConfig) -> bool {
+        // A backing file that is left out would be missing at the next start.
+        let is_whole = !new.without_backing && !new.no_references;
+        let is_moved = |moved: Moved| {
+            moved.is_in(&new.path)
+                && new.format.is_none_or(|format| format == moved.format)
+                && [old.cache, moved.cache].contains(&new.cache)
+                && old.with_image_of(new).opens_like(new)
         };
-        self.setup.opens_like(setup) || self.moved().is_some_and(|moved| is_moved(&moved))
+        old.opens_like(new) || (is_whole && self.moved().is_some_and(is_moved))
     }
 
     /// The image at a depth of the chain; `None` for an image without a name, which stands in for a
@@ -139,7 +154,7 @@ pub(crate) struct Moved {
 
 impl Moved {
     /// Whether this path leads to the image.
-    pub(super) fn is_in(&self, path: &Path) -> bool {
+    fn is_in(&self, path: &Path) -> bool {
         path == self.path || path.canonicalize().is_ok_and(|path| path == self.path)
     }
 }

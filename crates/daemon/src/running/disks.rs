@@ -128,9 +128,9 @@ impl Running {
         }));
         disk.hold().observe(tell_of_holding(setup.name(), &self.events, Arc::clone(&room)));
         keep_vouching(self, &disk);
-        let group = Mutex::default();
-        let threshold = setup.threshold;
-        let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group });
+        let (configured, group, threshold) = (Mutex::default(), Mutex::default(), setup.threshold);
+        let disk = RunningDisk { setup, path, moved, disk, bitmaps, room, configured, group };
+        let disk = Arc::new(disk);
         watch_room(self, &disk, threshold);
         self.disks.push(Arc::clone(&disk));
         disk

@@ -111,7 +111,8 @@ fn plan<'a>(
     overlay.iter().try_for_each(|path| running.sandbox().check(path))?;
     let (options, children) = children_of(running, disk, setup)?;
     let is_overlay_made = setup.made && setup.overlay.is_some();
-    let may_share_layer = setup.overlay.is_none() && overlay.is_some();
+    // Without children a fork is a moment to roll back to.
+    let may_share_layer = setup.overlay.is_none() && overlay.is_some() && !children.is_empty();
     let disk = &*disk.disk;
     Ok(ForkOf { disk, options, overlay, is_overlay_made, may_share_layer, children })
 }

@@ -184,13 +184,26 @@ impl Running {
         to_json(&self.gathered())
     }
 
+    /// The options that the command line or the configuration has for the open disks.
+    pub(crate) fn configured(&self) -> Vec<DiskConfig> {
+        self.disks.all().iter().filter_map(|disk| disk.configured()).collect()
+    }
+
+    /// Records these options as those of the configuration, for the disks that are open.
+    pub(crate) fn set_configured(&self, options: Vec<DiskConfig>) {
+        for options in options {
+            if let Some(disk) = self.disks.find(options.name()) {
+                disk.set_configured(options);
+            }
+        }
+    }
+
     /// Records all present disks and exports as those of the command line or the configuration.
     pub(crate) fn set_all_configured(&self) {
-        let of = |disk: Arc<RunningDisk>| {
+        for disk in self.disks.all() {
             let exports = self.exports.of_disk(disk.name()).into_iter();
             let exports = exports.map(|export| export.address).collect();
-            DiskConfig { limits: disk.limits(), exports, ..disk.setup_now() }
-        };
-        self.configuration.set(self.disks.all().into_iter().map(of).collect());
+            disk.set_configured(DiskConfig { limits: disk.limits(), exports, ..disk.setup_now() });
+        }
     }
 }

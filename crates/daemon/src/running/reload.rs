@@ -1,7 +1,7 @@
 //! Applies a changed configuration, without touching its unchanged parts.
 
 use std::iter;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
@@ -14,8 +14,8 @@ use blockhouse_disk::Access;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::disk::Moved;
-use super::room::watch_room;
+use super::configuration::ClosedDisk;
+use super::room::{watch_room, watch_use};
 use super::{Running, RunningDisk, RunningExport};
 use crate::running::claims::Name;
 
@@ -55,34 +55,22 @@ impl ReloadResult {
     }
 }
 
-/// A disk that a reload has closed, as it was until then.
-struct ClosedDisk {
-    /// The options that the file had for it.
-    old: DiskConfig,
-    /// The options that open it as it was, with its limits, and without exports.
-    setup: DiskConfig,
-    access: Access,
-    exports: Vec<RunningExport>,
-}
-
 impl ClosedDisk {
-    /// The state of an open disk, with the image that it goes on in. The image exists, so nothing
-    /// is created.
-    fn of(running: &Running, open: &RunningDisk, old: &DiskConfig) -> Self {
+    /// The state of an open disk. The image exists, so nothing is created.
+    fn of(running: &Running, open: &RunningDisk, old: DiskConfig) -> Self {
         let setup = DiskConfig {
             create: None,
             exports: Vec::new(),
             limits: open.limits(),
             ..open.setup_now()
         };
-        let setup = match open.moved() {
-            Some(Moved { path, format, cache }) => {
-                DiskConfig { path, format: Some(format), cache, ..setup }
-            }
-            None => setup,
-        };
+        let (access, write_threshold) = (open.disk.access(), open.write_threshold());
         let exports = running.exports.of_disk(open.name());
-        Self { old: old.clone(), setup, access: open.disk.access(), exports }
+        Self { old, setup, path: open.path(), write_threshold, access, exports }
+    }
+
+    fn name(&self) -> &str {
+        self.setup.name()
     }
 
     /// The limits that it had. A group that has other members keeps those that it has now.
@@ -93,8 +81,8 @@ impl ClosedDisk {
         if has_members { joins } else { self.setup.limits.clone() }
     }
 
-    /// Opens the disk with other options. Limits, access and exports that requests have set stay,
-    /// unless the file has changed them, too.
+    /// Opens the disk with the options `new` of the file, of which `wanted` are all. Limits, access
+    /// and exports that requests have set stay, unless the file has changed them, too.
     ///
     /// # Errors
     /// The disk cannot be opened.
@@ -102,6 +90,7 @@ impl ClosedDisk {
         &self,
         running: &Running,
         new: &DiskConfig,
+        wanted: &[DiskConfig],
         done: &mut ReloadResult,
     ) -> Result<()> {
         let old = &self.old;
@@ -112,13 +101,24 @@ impl ClosedDisk {
         if new.threshold == old.threshold {
             setup.threshold = self.setup.threshold;
         }
+        // A request has given the clients of an address of the file other rights, or has added an
+        // address that the file has for no disk.
+        let requested =
+            self.exports.iter().filter(|RunningExport { address, rights, .. }| {
+                match new.exports.contains(address) {
+                    true => *rights != ExportRights::default(),
+                    false => {
+                        ![old].into_iter().chain(wanted).any(|one| one.exports.contains(address))
+                    }
+                }
+            });
+        let requested: Vec<_> = requested.collect();
+        let is_requested =
+            |address: &ExportAddress| requested.iter().any(|one| one.address == *address);
+        setup.exports.retain(|address| !is_requested(address));
         let is_same_access = new.is_read_only() == old.is_read_only();
         let access = if is_same_access { self.access } else { new.access() };
-        running.open_and_serve(setup, access).await?;
-        let is_requested = |export: &&RunningExport| {
-            [old, new].iter().all(|file| !file.exports.contains(&export.address))
-        };
-        self.serve(running, self.exports.iter().filter(is_requested), done).await;
+        self.open(running, setup, access, requested, done).await?.set_configured(new.clone());
         Ok(())
     }
 
@@ -128,23 +128,30 @@ impl ClosedDisk {
     /// The disk cannot be opened.
     async fn reopen(&self, running: &Running, done: &mut ReloadResult) -> Result<()> {
         let setup = DiskConfig { limits: self.limits(running), ..self.setup.clone() };
-        running.open_and_serve(setup, self.access).await?;
-        self.serve(running, &self.exports, done).await;
+        let open = self.open(running, setup, self.access, &self.exports, done).await?;
+        open.set_configured(self.old.clone());
         Ok(())
     }
 
-    /// Adds exports. One that fails does not prevent the others.
-    async fn serve(
+    /// Opens the disk, and adds exports. One that fails does not prevent the others.
+    async fn open(
         &self,
         running: &Running,
+        setup: DiskConfig,
+        access: Access,
         exports: impl IntoIterator<Item = &RunningExport>,
         done: &mut ReloadResult,
-    ) {
-        let name = self.setup.name();
+    ) -> Result<Arc<RunningDisk>> {
+        let open = running.open_and_serve(setup, access).await?;
+        if self.write_threshold.is_some() {
+            watch_use(running, &open, self.write_threshold);
+        }
+        let name = self.name();
         for RunningExport { address, rights, .. } in exports {
             let added = running.add_export(name, address.clone(), *rights, (&[], None)).await;
             done.failed.extend(added.err().map(|error| format!("{name}: {error:#}")));
         }
+        Ok(open)
     }
 }
 
@@ -157,41 +164,29 @@ impl ClosedDisk {
 /// The file cannot be read or is invalid. In these cases nothing has changed.
 pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResult> {
     let _claim = running.claims.claim([Name::Configuration]).await;
-    let mut wanted = known_by_address(running, file::read(path)?.disks);
-    let before = running.configuration.disks();
+    let wanted = known_by_address(running, file::read(path)?.disks);
     let mut done = ReloadResult::default();
-    let closed = close_changed(running, &before, &wanted, &mut done).await;
+    let closed = close_changed(running, &wanted, &mut done).await;
     // Exports are removed before others are added, so that an export can move to another disk.
-    for new in wanted.iter().filter(|new| is_open_as(running, new)) {
-        if let Some(old) = named(&before, new.name()) {
-            remove_exports(running, old, &new.exports, &mut done).await;
+    for new in &wanted {
+        if let Some((open, old)) = staying(running, new) {
+            remove_exports(running, (&open, &old), &new.exports, &mut done).await;
         }
     }
-    // The old options of a disk that stays are recorded, so that the next reload tries again.
-    let mut staying = before.clone();
-    staying.retain(|old| {
-        let new = named(&wanted, old.name());
-        is_open_as(running, old) && new.is_none_or(|new| !is_open_as(running, new))
-    });
     for new in opening_order(&wanted, &closed) {
-        if named(&staying, new.name()).is_some() {
-            continue;
-        }
-        let old = named(&before, new.name());
-        if let Some(open) = running.disks.find(new.name()) {
-            take_over(running, &open, new, old, &mut done).await;
-            continue;
-        }
-        let closed = closed.iter().find(|closed| closed.setup.name() == new.name());
-        if !open_configured(running, new, closed, &mut done).await {
-            let open = running.disks.find(new.name());
-            staying.extend(old.zip(open).map(|(old, open)| old.with_image_of(&open.setup)));
+        let former = closed.iter().find(|closed| closed.name() == new.name());
+        match running.disks.find(new.name()) {
+            Some(open) if open.configured().is_none() => done.failed.push(format!(
+                "{}: a request has opened another disk of this name; close it first",
+                open.name()
+            )),
+            Some(open) => take_over(running, &open, new, &mut done).await,
+            None => open_configured(running, new, former, &wanted, &mut done).await,
         }
     }
+    let is_lost = |closed: &ClosedDisk| running.disks.find(closed.name()).is_none();
+    *running.configuration.lost.lock() = closed.into_iter().filter(is_lost).collect();
     running.disks.sort_as(wanted.iter().map(DiskConfig::name));
-    wanted.retain(|new| named(&staying, new.name()).is_none());
-    wanted.extend(staying);
-    running.configuration.set(wanted);
     Ok(done)
 }
 
@@ -210,50 +205,53 @@ fn known_by_address(running: &Running, mut disks: Vec<DiskConfig>) -> Vec<DiskCo
     disks
 }
 
-/// Whether a disk is open with these options. A request may have closed it or opened another one of
-/// its name.
-fn is_open_as(running: &Running, setup: &DiskConfig) -> bool {
-    running.disks.find(setup.name()).is_some_and(|open| open.is_open_as(setup))
+/// The open disk that has these options without being opened again, and the options that the file
+/// had for it.
+fn staying(running: &Running, new: &DiskConfig) -> Option<(Arc<RunningDisk>, DiskConfig)> {
+    let open = running.disks.find(new.name())?;
+    let old = open.configured()?;
+    open.stays_open(&old, new).then_some((open, old))
 }
 
 /// The disks in the order in which they are opened: a disk that takes the image of another one
-/// follows it. Reason: the other one needs its image if it goes on with the old options.
+/// follows it. Reason: the other one needs its image if it goes on with the old options. Disks that
+/// exchange their images are opened in any order, and may lose them to each other.
 fn opening_order<'a>(wanted: &'a [DiskConfig], closed: &[ClosedDisk]) -> Vec<&'a DiskConfig> {
     let follows = |disk: &DiskConfig| {
-        let former = closed.iter().find(|closed| closed.setup.path == disk.path)?;
-        named(wanted, former.setup.name()).filter(|other| other.name() != disk.name())
+        let path = disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone());
+        let former = closed.iter().find(|closed| closed.path == path)?;
+        named(wanted, former.name()).filter(|other| other.name() != disk.name())
     };
-    // Disks that exchange their images form a circle.
     let depth = |disk: &&'a DiskConfig| {
         iter::successors(Some(*disk), |disk| follows(disk)).take(wanted.len()).count()
     };
     let mut order: Vec<_> = wanted.iter().collect();
-    order.sort_by_key(depth);
+    order.sort_by_cached_key(depth);
     order
 }
 
-/// Closes the disks that are not wanted, or wanted with other options.
+/// Closes the disks that are not wanted, or wanted with other options. Returns those that are
+/// wanted, also those that were lost before.
 async fn close_changed(
     running: &Running,
-    before: &[DiskConfig],
     wanted: &[DiskConfig],
     done: &mut ReloadResult,
 ) -> Vec<ClosedDisk> {
-    let mut closed = Vec::new();
-    for old in before {
-        let (name, new) = (old.name(), named(wanted, old.name()));
-        let open = running.disks.find(name).filter(|open| open.is_open_as(old));
-        let Some(open) = open.filter(|open| new.is_none_or(|new| !open.is_open_as(new))) else {
+    let mut closed = std::mem::take(&mut *running.configuration.lost.lock());
+    closed.retain(|lost| named(wanted, lost.name()).is_some());
+    for open in running.disks.all() {
+        let Some(old) = open.configured() else { continue };
+        let (name, new) = (open.name(), named(wanted, open.name()));
+        if new.is_some_and(|new| open.stays_open(&old, new)) {
             continue;
-        };
+        }
         let as_before = ClosedDisk::of(running, &open, old);
-        let outcome = match open.moved().zip(new) {
-            // The image of the file is not the disk's image any longer.
-            Some((moved, new)) if !moved.is_in(&new.path) => Err(anyhow!(
-                "the disk goes on in {}: name that image in the file, or close the disk first",
-                moved.path.display()
+        let outcome = match new.and_then(|_| place_elsewhere(&open)) {
+            // The image that the file had named is not the disk's image any longer.
+            Some(place) => Err(anyhow!(
+                "the disk goes on in {place}: name that image in the file, with the same options, or close the                  disk first"
             )),
-            _ => running.close(name, true).await,
+            None => running.close(name, true).await,
         };
         match outcome {
             Ok(()) if new.is_none() => done.closed.push(name.to_owned()),
@@ -264,76 +262,77 @@ async fn close_changed(
     closed
 }
 
-/// Adds new exports and limits to a disk that is open.
+/// The place of a disk that was forked, mirrored or handed over.
+fn place_elsewhere(open: &RunningDisk) -> Option<String> {
+    let moved = open.moved().map(|moved| moved.path.display().to_string());
+    moved.or_else(|| open.disk.retired_to().map(ToOwned::to_owned))
+}
+
+/// Adds new exports and limits to a disk that stays open. The old options of a disk that could not
+/// be closed stay recorded, so that the next reload tries again.
 async fn take_over(
     running: &Running,
     open: &Arc<RunningDisk>,
     new: &DiskConfig,
-    old: Option<&DiskConfig>,
     done: &mut ReloadResult,
 ) {
-    if !is_open_as(running, new) {
-        return done.failed.push(format!(
-            "{}: a request has opened another disk of this name; close it first",
-            open.name()
-        ));
-    }
+    let Some((_, old)) = staying(running, new) else { return };
     add_exports(running, new, done).await;
     // A limit that a request has set stays, unless the file has changed it, too.
-    let before = old.map_or_else(|| open.limits(), |old| old.limits.clone());
-    let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.threshold);
-    if new.threshold != before_threshold {
+    if new.threshold != old.threshold {
         watch_room(running, open, new.threshold);
     }
-    if !new.limits.means(&before) {
+    if !new.limits.means(&old.limits) {
         match running.limit(open.name(), &new.limits).await {
             Ok(()) => done.limited.push(open.name().to_owned()),
             Err(error) => done.failed.push(format!("{}: {error:#}", open.name())),
         }
     }
+    open.set_configured(new.clone());
 }
 
-/// Opens a disk. If this fails, opens it again as it was before this reload closed it. Returns
-/// whether it has the new options.
+/// Opens a disk. If this fails, opens it again as it was before a reload has closed it.
 async fn open_configured(
     running: &Running,
     new: &DiskConfig,
-    closed: Option<&ClosedDisk>,
+    former: Option<&ClosedDisk>,
+    wanted: &[DiskConfig],
     done: &mut ReloadResult,
-) -> bool {
+) {
     let name = new.name();
-    let opened = match closed {
-        Some(closed) => closed.open_as(running, new, done).await,
-        None => running.open_and_serve(new.clone(), new.access()).await.map(drop),
+    let opened = match former {
+        Some(former) => former.open_as(running, new, wanted, done).await,
+        None => running
+            .open_and_serve(new.clone(), new.access())
+            .await
+            .map(|open| open.set_configured(new.clone())),
     };
     let Err(error) = opened else {
-        done.opened.push(name.to_owned());
-        return true;
+        return done.opened.push(name.to_owned());
     };
-    let reopened = match closed {
-        Some(closed) => closed.reopen(running, done).await.map(|()| true),
-        None => Ok(false),
+    let reopened = match former {
+        Some(former) => Some(former.reopen(running, done).await),
+        None => None,
     };
     done.failed.push(match reopened {
-        Ok(false) => format!("{name}: {error:#}"),
-        Ok(true) => format!("{name}: {error:#}; it goes on with the old options"),
-        Err(second) => {
+        None => format!("{name}: {error:#}"),
+        Some(Ok(())) => format!("{name}: {error:#}; it goes on with the old options"),
+        Some(Err(second)) => {
             format!(
                 "{name}: {error:#}; it cannot be opened with the old options either: {second:#}"
             )
         }
     });
-    false
 }
 
 /// Removes the exports of a disk that stays open, except the wanted ones.
 async fn remove_exports(
     running: &Running,
-    old: &DiskConfig,
+    (open, old): (&RunningDisk, &DiskConfig),
     wanted: &[ExportAddress],
     done: &mut ReloadResult,
 ) {
-    let served = running.exports.of_disk(old.name());
+    let served = running.exports.of_disk(open.name());
     let is_served = |address: &&ExportAddress| served.iter().any(|one| one.address == **address);
     let gone = old.exports.iter().filter(|address| !wanted.contains(address));
     for address in gone.filter(is_served) {

@@ -223,7 +223,7 @@ impl Opened {
             outcome => outcome?,
         }
         match configured {
-            Some(configured) => service.running().configuration().set(configured),
+            Some(configured) => service.running().set_configured(configured),
             None => service.running().set_all_configured(),
         }
         service.add_jobs(loops.jobs);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blockhouse_core::{Error, ErrorKind, Result, WriteCache, rare};
-use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
+use blockhouse_engine::{HostFile, NewFile, PageCache};
 use blockhouse_format::qcow2::{CreateOptions, NewEncryption, Switch};
 use blockhouse_format::{Backing, ImageFormat};
 use blockhouse_storage::ImageStorage;
@@ -31,7 +31,7 @@ use super::image_options::{BackingUse, CacheMode, ImageOptions, Purpose};
 use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
-use super::open_location::{canonical, check_same_file};
+use super::open_location::path_in_use;
 use super::unlock::{Secrets, WithoutKey, unlocked};
 use super::unwritten::{SharedLayer, check_unwritten};
 use crate::disk::{Disk, ReplacedImage};
@@ -62,8 +62,8 @@ pub struct ForkOf<'a> {
     pub disk: &'a ImageDisk,
     /// How it was opened.
     pub options: ImageOptions,
-    /// The path of its new overlay; `None` for a disk that is open for reading only and stays
-    /// unchanged.
+    /// The path of its new overlay; `None` for a disk that is open for reading only, or that goes
+    /// on in its image because that shares its layer.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay exists already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
@@ -142,18 +142,29 @@ struct Steps<'a> {
 /// as before, and no file is left.
 pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> LocalBoxFuture<'a, Result<(Vec<Forked<'a>>, Pause)>> {
     rare(async move {
-        if let Some(forked) = fork_once(forks.clone()).await? {
-            return Ok(forked);
+        let mut forks = forks;
+        loop {
+            match fork_once(forks.clone()).await? {
+                Attempt::Forked(forked, pause) => return Ok((forked, pause)),
+                Attempt::Written(disks) => {
+                    for (fork, is_written) in forks.iter_mut().zip(disks) {
+                        fork.may_share_layer &= !is_written;
+                    }
+                }
+            }
         }
-        let in_overlay = |fork| ForkOf { may_share_layer: false, ..fork };
-        let forked = fork_once(forks.into_iter().map(in_overlay).collect()).await?;
-        forked
-            .ok_or_else(|| Error::new(ErrorKind::Io, "a disk that shares no layer was written to"))
     })
 }
 
-/// As [`fork`]; `None`, without an effect, if a disk that was to share its layer was written to.
-async fn fork_once<'a>(forks: Vec<ForkOf<'a>>) -> Result<Option<(Vec<Forked<'a>>, Pause)>> {
+/// The outcome of an attempt to fork disks.
+enum Attempt<'a> {
+    Forked(Vec<Forked<'a>>, Pause),
+    /// The attempt had no effect, because some of the disks that were to share their layers were
+    /// written to meanwhile: these.
+    Written(Vec<bool>),
+}
+
+async fn fork_once<'a>(forks: Vec<ForkOf<'a>>) -> Result<Attempt<'a>> {
     let mut steps = Vec::with_capacity(forks.len());
     for fork in forks {
         steps.push(Steps::new(fork).await?);
@@ -162,16 +173,18 @@ async fn fork_once<'a>(forks: Vec<ForkOf<'a>>) -> Result<Option<(Vec<Forked<'a>>
     if let Ok(Some((replaced, pause))) = taken {
         let forked = steps.into_iter().zip(replaced);
         let forked = forked.map(|(steps, replaced)| steps.forked(replaced)).collect();
-        return Ok(Some((forked, pause)));
+        return Ok(Attempt::Forked(forked, pause));
     }
+    let written = steps.iter().map(Steps::is_written).collect();
     for steps in steps {
         steps.undo().await;
     }
-    taken.map(|_| None)
+    taken.map(|_| Attempt::Written(written))
 }
 
 type Taken<'a> = (Vec<Option<Replaced<'a>>>, Pause);
 
+/// Takes all steps; `None` if a disk that was to share its layer was written to.
 async fn take<'a>(all: &mut [Steps<'a>]) -> Result<Option<Taken<'a>>> {
     for steps in &mut *all {
         steps.make_overlay().await?;
@@ -200,7 +213,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<Option<Taken<'a>>> {
         disk.check_writable()?;
         disk.check_replacement(overlay)?;
     }
-    if all.iter().filter_map(|steps| steps.shared.as_ref()).any(SharedLayer::is_written) {
+    if all.iter().any(Steps::is_written) {
         return Ok(None);
     }
     // No switch can fail, because all were checked.
@@ -222,14 +235,12 @@ impl<'a> Steps<'a> {
         if fork.overlay.is_some() {
             check_goes_on(fork.disk)?;
         }
+        let image = check_forkable(fork.disk, fork.overlay.is_some())?;
         let shared = match fork.may_share_layer {
-            true => SharedLayer::of(fork.disk).await?,
+            true => SharedLayer::of(fork.disk, &image).await?,
             false => None,
         };
-        let layer = match &shared {
-            Some(shared) => shared.path().clone(),
-            None => check_forkable(fork.disk, fork.overlay.is_some())?,
-        };
+        let layer = shared.as_ref().map_or(image, |shared| shared.path().to_owned());
         if shared.is_some() {
             fork.overlay = None;
         }
@@ -247,6 +258,11 @@ impl<'a> Steps<'a> {
         let backing = Backing { name: Vec::new(), format: Some(format.to_owned()) };
         let (overlay, bitmaps, children) = (None, None, Vec::new());
         Ok(Self { fork, layer, shared, backing, overlay, bitmaps, is_recorded: false, children })
+    }
+
+    /// Whether the disk was to share its layer, and was written to.
+    fn is_written(&self) -> bool {
+        self.shared.as_ref().is_some_and(SharedLayer::is_written)
     }
 
     /// The layer as the backing file of an image at this path.
@@ -438,7 +454,7 @@ impl<'a> Steps<'a> {
     fn forked(self, replaced: Option<Replaced<'a>>) -> Forked<'a> {
         let Self { fork, layer, shared, bitmaps, children, .. } = self;
         let ForkOf { disk, overlay, .. } = fork;
-        let overlay = overlay.or_else(|| Some(PathBuf::from(shared?.disk().image().image_name())));
+        let overlay = overlay.or_else(|| Some(shared?.overlay().to_owned()));
         Forked { layer, overlay, children, replaced, disk, bitmaps }
     }
 }
@@ -565,10 +581,7 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         let what = format!("its chain has {} files, and none may have more", MAX_FILES - 1);
         return refuse(ErrorKind::InvalidInput, &what, "shorten it (commit or stream)");
     }
-    let path = canonical(&name)?;
-    let found = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used)?;
-    check_same_file(file, &found, &name)?;
-    Ok(path)
+    path_in_use(file, &name)
 }
 
 /// The path of a new file, with the canonical path of its folder. It is valid as long as no folder
@@ -694,12 +707,17 @@ mod tests {
             let folder = tempfile::tempdir_in("/dev/shm").unwrap();
             let folder = folder.path();
             let (disk, options, path) = disk_in(folder, ImageFormat::Raw).await;
+            let image = folder.canonicalize().unwrap().join("over");
             write(&disk, 0, 1).await;
-            assert!(SharedLayer::of(&disk).await.unwrap().is_none(), "it is over no layer");
+            assert!(SharedLayer::of(&disk, &image).await.unwrap().is_none(), "it is over no layer");
             let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
-            assert!(SharedLayer::of(&disk).await.unwrap().is_none(), "the layer is not durable");
+            assert!(
+                SharedLayer::of(&disk, &image).await.unwrap().is_none(),
+                "the layer is not durable"
+            );
             forked[0].settle().await.unwrap();
-            let shared = SharedLayer::of(&disk).await.unwrap().expect("nothing was written");
+            let shared =
+                SharedLayer::of(&disk, &image).await.unwrap().expect("nothing was written");
             assert_eq!(
                 (shared.path(), shared.is_written()),
                 (&path.canonicalize().unwrap(), false)
@@ -710,7 +728,7 @@ mod tests {
             write(&disk, 4096, 2).await;
             assert!(shared.is_written());
             drop(shared);
-            assert!(SharedLayer::of(&disk).await.unwrap().is_none(), "it was written to");
+            assert!(SharedLayer::of(&disk, &image).await.unwrap().is_none(), "it was written to");
         });
     }
 }

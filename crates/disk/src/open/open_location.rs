@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
-use blockhouse_engine::HostFile;
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_storage::{
     Concat, ImageStorage, Location, NbdStorage, NullStorage, RbdAccess, RbdStorage,
 };
@@ -130,6 +130,17 @@ pub(super) fn check_same_file(file: &HostFile, found: &HostFile, name: &str) -> 
     let what = "is another file than the one that is in use, which had its path";
     let error = Error::new(ErrorKind::InvalidInput, what).on(name);
     Err(error.hint("give the image its name back"))
+}
+
+/// The canonical path of an open file, which is at the path `name`.
+///
+/// # Errors
+/// As [`check_same_file`]; the host's.
+pub(super) fn path_in_use(file: &HostFile, name: &str) -> Result<PathBuf> {
+    let path = canonical(name)?;
+    let found = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used)?;
+    check_same_file(file, &found, name)?;
+    Ok(path)
 }
 
 /// Whether a name is an [address](is_address) that cannot be opened here.

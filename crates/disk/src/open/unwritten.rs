@@ -1,18 +1,17 @@
 //! Images to which nothing was written. A disk may go on in one that another program has made, and
 //! the overlay of a fork that is one leaves the disk as its layer is.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, IoVector, Result};
-use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::Intent;
 use blockhouse_storage::ImageStorage;
 
 use super::image_disk::ImageDisk;
 use super::moved_record::{forked_to, has_commit_begun};
-use super::open_location::{canonical, check_same_file};
+use super::open_location::path_in_use;
 use crate::layer::Layer;
 use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
 
@@ -41,6 +40,7 @@ async fn first_written(disk: &ImageDisk) -> Result<Option<Extent>> {
 /// content of the disk.
 pub(super) struct SharedLayer<'a> {
     disk: &'a ImageDisk,
+    overlay: PathBuf,
     layer: Arc<Layer<ImageStorage>>,
     path: PathBuf,
     format: String,
@@ -48,22 +48,28 @@ pub(super) struct SharedLayer<'a> {
 }
 
 impl<'a> SharedLayer<'a> {
-    /// The layer of this disk, which is watched from now on; `None` if the disk was written to, if
-    /// its layer is not durable or no file of this host, or if no fork has made its overlay.
-    /// Reason: a rollback needs the record of a fork.
+    /// The layer of this disk, which is watched from now on; `overlay` is the canonical path of the
+    /// disk's image. `None` if the image has something that the layer lacks, if the layer is not
+    /// durable or no file of this host, or if no fork has made the image. Reason: a rollback
+    /// removes the image, and needs the record of a fork.
     ///
     /// # Errors
-    /// Errors of reading the tables; `Io` if changes in flight take too long.
-    pub(super) async fn of(disk: &'a ImageDisk) -> Result<Option<Self>> {
+    /// Errors of reading the metadata; `Io` if changes in flight take too long.
+    pub(super) async fn of(disk: &'a ImageDisk, overlay: &Path) -> Result<Option<Self>> {
         let image = disk.image();
         let format = image.backing_file().and_then(|backing| backing.format.clone());
         let layer = image.layer().opened().now().next();
         let (Some(format), Some(layer)) = (format, layer) else { return Ok(None) };
-        let Some(path) = path_of(layer).filter(|_| !image.has_unstable_layer()) else {
-            return Ok(None);
-        };
-        let is_recorded = forked_to(&path)?.is_some_and(|overlay| overlay == image.image_name());
-        if !is_recorded || has_commit_begun(&path)? {
+        let is_settled = !image.has_unstable_layer() && image.size() == layer.size();
+        let file = layer.format().storage().storage().as_file().filter(|_| is_settled);
+        let path = file.and_then(|file| path_in_use(file, layer.name()).ok());
+        let Some(path) = path else { return Ok(None) };
+        let is_recorded = forked_to(&path)?.is_some_and(|to| Path::new(&to) == overlay);
+        if !is_recorded
+            || has_commit_begun(&path)?
+            || !disk.snapshots().list().await?.is_empty()
+            || !disk.bitmaps().list().await?.is_empty()
+        {
             return Ok(None);
         }
         // The disk is not quiesced if it was written to before.
@@ -73,13 +79,14 @@ impl<'a> SharedLayer<'a> {
         let (layer, watch) = (Arc::clone(layer), Arc::new(Watch::default()));
         let observer: Arc<dyn ChangeObserver> = Arc::<Watch>::clone(&watch);
         disk.jobs().observe(observer).await?;
-        let shared = Self { disk, layer, path, format, watch };
+        let overlay = overlay.to_owned();
+        let shared = Self { disk, overlay, layer, path, format, watch };
         Ok(first_written(disk).await?.is_none().then_some(shared))
     }
 
-    /// The disk.
-    pub(super) fn disk(&self) -> &'a ImageDisk {
-        self.disk
+    /// The canonical path of the disk's image.
+    pub(super) fn overlay(&self) -> &Path {
+        &self.overlay
     }
 
     /// The layer.
@@ -88,7 +95,7 @@ impl<'a> SharedLayer<'a> {
     }
 
     /// The canonical path of the layer's file.
-    pub(super) fn path(&self) -> &PathBuf {
+    pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
@@ -108,15 +115,6 @@ impl Drop for SharedLayer<'_> {
         let observer: Arc<dyn ChangeObserver> = Arc::<Watch>::clone(&self.watch);
         self.disk.jobs().stop_observing(&observer);
     }
-}
-
-/// The canonical path of a layer's file; `None` if the layer is none, or is no longer at its path.
-fn path_of(layer: &Layer<ImageStorage>) -> Option<PathBuf> {
-    let file = layer.format().storage().storage().as_file()?;
-    let path = canonical(layer.name()).ok()?;
-    let found = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used).ok()?;
-    check_same_file(file, &found, layer.name()).ok()?;
-    Some(path)
 }
 
 /// Remembers that a change has begun.
