@@ -720,7 +720,7 @@ mod tests {
                 SharedLayer::of(&disk, &image).await.unwrap().expect("nothing was written");
             assert_eq!(
                 (shared.path(), shared.is_written()),
-                (&path.canonicalize().unwrap(), false)
+                (&*path.canonicalize().unwrap(), false)
             );
             // A change of another disk over the layer is none of this disk.
             write(forked[0].children[0].1.as_ref().unwrap(), 0, 3).await;
