@@ -1,7 +1,7 @@
 //! Applies a changed configuration, without touching its unchanged parts.
 
 use std::iter;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
