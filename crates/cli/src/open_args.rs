@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow};
 use blockhouse_config::server::StateSetup;
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, FilePart, ImageFormat, ImageOptions, KeyFiles, Locking,
-    RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
+    Probing, RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
 };
 use blockhouse_format::qcow2::NewEncryption;
 use blockhouse_storage::Location;
@@ -259,8 +259,20 @@ impl OpenArgs {
         format: Option<ImageFormat>,
         part: Option<FilePart>,
     ) -> Result<ImageOptions> {
-        let by_content = called_as::tool().is_some();
-        let found = if format.is_none() { probe_nameless(path, part, by_content)? } else { None };
+        let is_tool = called_as::tool().is_some();
+        let how = if is_tool { Probing::ToRead } else { Probing::Nameless };
+        self.probed(path, format, part, how)
+    }
+
+    fn probed(
+        &self,
+        path: &Path,
+        format: Option<ImageFormat>,
+        part: Option<FilePart>,
+        how: Probing,
+    ) -> Result<ImageOptions> {
+        let by_content = how != Probing::Nameless;
+        let found = if format.is_none() { probe_nameless(path, part, how)? } else { None };
         let options = self.read_only(format.or(found))?;
         let remote_backing = self.remote_backing(format);
         let options = ImageOptions { part, probes_exports: by_content, remote_backing, ..options };
@@ -298,7 +310,7 @@ impl OpenArgs {
     pub fn read_write(&self, path: &Path, format: Option<ImageFormat>) -> Result<ImageOptions> {
         let options = match called_as::tool() {
             None => self.read_only(format)?,
-            Some(_) => self.read_image(path, format, None)?,
+            Some(_) => self.probed(path, format, None, Probing::ByContent)?,
         };
         Ok(ImageOptions { access: Access::ReadWrite, ..options })
     }

@@ -5,11 +5,12 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use blockhouse_tests::{
     Outcome, Scratch, Serve, blockhouse,
     image_tool::{command, qemu_img, str},
-    need, require,
+    need, require, run_within,
 };
 
 const REASON: &str = "--allow-path";
@@ -264,6 +265,25 @@ fn the_environment_allows_servers_to_images_whose_format_is_given() {
         let outcome = map(value, words);
         assert!(!outcome.status.success() && !outcome.stderr.contains("No such file"), "{words:?}");
     }
+}
+
+/// Otherwise a guest could write the header that agrees with the name, and name files in it.
+#[test]
+fn a_raw_image_whose_name_says_a_format_is_only_read() {
+    let scratch = Scratch::new();
+    for name in ["qemu-img", "qemu-nbd"] {
+        symlink(std::path::absolute(blockhouse()).unwrap(), scratch.path(name)).unwrap();
+    }
+    let (image, socket) = (scratch.path("disk.qcow2"), scratch.socket("s"));
+    fs::write(&image, vec![0; 1 << 20]).unwrap();
+    let run = |tool: &str, words: &[&str]| {
+        let mut command = Command::new(scratch.path(tool));
+        run_within(Duration::from_secs(20), command.args(words).arg(&image))
+    };
+    assert!(run("qemu-img", &["info"]).success().stdout.contains("file format: raw"));
+    run("qemu-nbd", &["-t", "-k", str(&socket)]).failure("not in qcow2 format");
+    run("qemu-img", &["bench", "-w", "-c", "1"]).failure("not in qcow2 format");
+    assert!(fs::read(&image).unwrap().iter().all(|byte| *byte == 0));
 }
 
 /// A guest wrote the header of its raw disk, and a caller of QEMU's tools names no format.

@@ -101,6 +101,9 @@ const SESSION: &[Step] = &[
     Same(
         "{'execute':'blockdev-add','arguments':{'driver':'file','node-name':'f','filename':'DIR/d'}}",
     ),
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'raw','node-name':'w','file':{'driver':'file','node-name':'w','filename':'DIR/d'}}}",
+    ),
     Same("{'execute':'blockdev-add','arguments':{'driver':'qcow2','node-name':'d','file':'f'}}"),
     Same(
         "{'execute':'blockdev-add','arguments':{'driver':'qcow2','node-name':'o','file':{'driver':'file','node-name':'of','filename':'DIR/o'}}}",

@@ -19,7 +19,7 @@ use blockhouse_config::socket_options::SocketMode;
 use blockhouse_config::switch::on_or_off;
 use blockhouse_config::user_options::{GroupName, UserName};
 use blockhouse_disk::{
-    BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, format_by_name,
+    BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, Probing, format_by_name,
     probe_nameless,
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice};
@@ -419,7 +419,9 @@ impl Arguments {
             self.format = named.format;
             self.part = named.part;
             if called_as::is_qemu_nbd() && self.format.is_none() {
-                let found = probe_nameless(image, self.part, true);
+                let is_read = self.read_only || named.is_read_only;
+                let how = if is_read { Probing::ToRead } else { Probing::ByContent };
+                let found = probe_nameless(image, self.part, how);
                 self.format = found.unwrap_or_else(|why| refuse(&why.to_string()));
                 if self.format.is_some() {
                     self.references.follow_only_allowed();

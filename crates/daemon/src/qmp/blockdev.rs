@@ -10,10 +10,16 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::filters;
 use super::opening::{Asked, check_name, close, open_node};
+use crate::running::claims::Name;
 
 /// `blockdev-add`.
 pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let _claim = context.running.claims().claim(given.nodes()).await;
+    let names = given.nodes();
+    let twice = |(index, name)| names[..index].contains(name).then_some(name);
+    if let Some(Name::Node(name)) = names.iter().enumerate().find_map(twice) {
+        return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
+    }
+    let _claim = context.running.claims().claim(names).await;
     let asked = Asked::take(&mut given)?;
     let needed = || QmpError::generic("'node-name' must be specified for the root node");
     let name = asked.name.clone().ok_or_else(needed)?;

@@ -120,6 +120,12 @@ fn image_of(context: &Context, disk: &str) -> PathBuf {
 
 /// Moves disks to their overlays, all at one moment.
 pub(super) async fn put_on(context: &Rc<Context>, overlays: Vec<Overlay>) -> Returned {
+    let names: Vec<_> = overlays.iter().map(|overlay| &overlay.node.name).collect();
+    let is_twice =
+        |(index, name): (usize, &&String)| !name.is_empty() && names[..index].contains(name);
+    if names.iter().enumerate().any(is_twice) {
+        return Err(QmpError::generic("New overlay node-name already in use"));
+    }
     let mut closed = Vec::new();
     let outcome = fork(context, &overlays, &mut closed).await;
     // A fork may fail after the disks were moved, if their layers cannot be made durable. So a

@@ -249,14 +249,19 @@ async fn close_changed(
         let outcome = match new.and_then(|_| place_elsewhere(&open)) {
             // The image that the file had named is not the disk's image any longer.
             Some(place) => Err(anyhow!(
-                "the disk goes on in {place}: name that image in the file, with the same options, or close the                  disk first"
+                "the disk goes on in {place}: name that image in the file, with the same options, or close the disk first"
             )),
             None => running.close(name, true).await,
         };
         match outcome {
             Ok(()) if new.is_none() => done.closed.push(name.to_owned()),
             Ok(()) => closed.push(as_before),
-            Err(error) => done.failed.push(format!("{name}: {error:#}")),
+            Err(error) => {
+                done.failed.push(format!("{name}: {error:#}"));
+                // A disk whose last changes cannot be made durable is closed nevertheless.
+                let is_closed = new.is_some() && running.disks.find(name).is_none();
+                closed.extend(is_closed.then_some(as_before));
+            }
         }
     }
     closed
@@ -282,13 +287,23 @@ async fn take_over(
     if new.threshold != old.threshold {
         watch_room(running, open, new.threshold);
     }
+    let mut configured = new.clone();
     if !new.limits.means(&old.limits) {
         match running.limit(open.name(), &new.limits).await {
             Ok(()) => done.limited.push(open.name().to_owned()),
-            Err(error) => done.failed.push(format!("{}: {error:#}", open.name())),
+            Err(error) => {
+                done.failed.push(format!("{}: {error:#}", open.name()));
+                configured.limits = old.limits;
+            }
         }
     }
-    open.set_configured(new.clone());
+    // An export that could not be removed is removed by the next reload.
+    let served = running.exports.of_disk(open.name());
+    let left = old.exports.into_iter().filter(|address| {
+        !new.exports.contains(address) && served.iter().any(|one| one.address == *address)
+    });
+    configured.exports.extend(left);
+    open.set_configured(configured);
 }
 
 /// Opens a disk. If this fails, opens it again as it was before a reload has closed it.

@@ -75,7 +75,7 @@ pub use make_side_file::{make_missing_side_file, make_side_file, remove_unused_s
 pub use moved_record::{forget_moved, is_forked, record_committed, record_forked, record_moved};
 pub use open_image::{CommitChain, open, open_base, open_storage};
 pub use open_location::is_foreign_address;
-pub use probe_check::{check_raw_backing, format_by_name, probe_nameless};
+pub use probe_check::{Probing, check_raw_backing, format_by_name, probe_nameless};
 pub use qemu_name::{
     FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName, QemuTls, SpaceOptions,
     escape as escape_uri, is_address, plain_backing,

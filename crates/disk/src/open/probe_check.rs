@@ -77,24 +77,34 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
     }
 }
 
+/// Which images are probed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Probing {
+    /// Regular files whose names do not tell the format.
+    Nameless,
+    /// All files and block devices, except those whose name says raw.
+    ByContent,
+    /// As `ByContent`, for an image that is only read: it is raw without any format's signature,
+    /// although its name says another format, as a flat extent of a VMDK (`disk-flat.vmdk`). The
+    /// guest of such an image that could be written to would choose the content that agrees with
+    /// the name.
+    ToRead,
+}
+
 /// Probes the format of an image whose name does not tell it. The image is a regular file without a
-/// suffix or with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file. With
-/// `by_content` it may also be a block device, or have any other suffix except `.raw`, because
-/// distributions name their qcow2 images `.img`. Returns `None` if the content has no supported
-/// format, for other names, for a raw image with bitmaps beside it, and for disks of servers. Needs
-/// no event loop.
-///
-/// With `by_content`, the content also decides against a name that says another format: it is raw
-/// without any format's signature, as a flat extent of a VMDK (`disk-flat.vmdk`). Reason: such a
-/// name does not say raw, and callers let a probed image name only allowed files.
+/// suffix or with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file, or
+/// what `how` adds, because distributions name their qcow2 images `.img`. Returns `None` if the
+/// content has the format that the name says or no supported one, for other names, for a raw image
+/// with bitmaps beside it, and for disks of servers. Needs no event loop.
 ///
 /// # Errors
 /// The host's.
 pub fn probe_nameless(
     path: &Path,
     part: Option<FilePart>,
-    by_content: bool,
+    how: Probing,
 ) -> Result<Option<ImageFormat>> {
+    let by_content = how != Probing::Nameless;
     let says_nothing = by_content || path.extension().is_none_or(is_of_no_format);
     let is_known_raw = || has_raw_suffix(path) || is_file(&side_file_of(path));
     let can_be_probed = is_file(path) || by_content && is_device(path);
@@ -105,7 +115,8 @@ pub fn probe_nameless(
     if said == ImageFormat::Raw {
         return look_of(path, part.map_or(0, |part| part.offset));
     }
-    Ok(if by_content { look_despite(said, path)? } else { None })
+    let found = if by_content { look_despite(said, path)? } else { None };
+    Ok(found.filter(|found| *found != ImageFormat::Raw || how == Probing::ToRead))
 }
 
 /// The format of a file's content if it is not the one that the name says: raw without any format's

@@ -1,8 +1,10 @@
 //! An image in a format that is only read (VDI, VHD, VHDX or VMDK): the functions that the rest of
 //! the crate calls.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use blockhouse_core::sync::{Coalescer, Turn};
 use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, Result, Storage, rare};
 
 use super::overlap::Survey;
@@ -73,6 +75,10 @@ pub struct Foreign<S: Storage> {
     /// Whether the check for blocks that share data is done: it found no such blocks, or could not
     /// run.
     is_surveyed: AtomicBool,
+    /// The check, which runs once for all lookups that wait for it, because it needs much memory.
+    surveys: Coalescer<()>,
+    /// The blocks that share data, if the check found some.
+    shared: OnceLock<Error>,
 }
 
 /// The locations of the bytes of the disk.
@@ -99,7 +105,8 @@ impl<S: Storage> Foreign<S> {
         };
         let mapping = mapping.map_err(|error| error.on(storage.name()))?;
         let (cache, is_surveyed) = (PageCache::default(), AtomicBool::new(false));
-        Ok(Self { storage, data: None, cache, mapping, is_surveyed })
+        let (surveys, shared) = (Coalescer::new(()), OnceLock::new());
+        Ok(Self { storage, data: None, cache, mapping, is_surveyed, surveys, shared })
     }
 
     /// The format of the image.
@@ -324,8 +331,21 @@ impl<S: Storage> Foreign<S> {
     /// reads all tables, and ranges without a block do not depend on it. If the survey itself fails
     /// (too many blocks, or a read error), the image is used unchecked.
     async fn check_apart(&self) -> Result<()> {
-        if let Ok(Some(survey)) = self.survey().await {
-            survey.check_apart()?;
+        let _guard = loop {
+            if let Some(error) = self.shared.get() {
+                return Err(error.duplicate());
+            }
+            match self.surveys.turn(|()| self.is_surveyed.load(Ordering::Relaxed)) {
+                Turn::Covered => return Ok(()),
+                Turn::Wait(survey) => survey.await,
+                Turn::Run(guard) => break guard,
+            }
+        };
+        let survey = self.survey().await;
+        if let Ok(Some(survey)) = survey
+            && let Err(error) = survey.check_apart()
+        {
+            return Err(self.shared.get_or_init(|| error).duplicate());
         }
         self.is_surveyed.store(true, Ordering::Relaxed);
         Ok(())

@@ -5,6 +5,7 @@ use blockhouse_format::{
     Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
 };
 use blockhouse_sim::{Config, Sim, SimDisk};
+use futures_util::future::join_all;
 use proptest::prelude::*;
 
 use crate::common::foreign;
@@ -105,6 +106,31 @@ fn blocks_past_the_end_of_the_file_are_an_error_and_no_zeros() {
         assert!(format.map(range.skip(2 * BLOCK), Intent::Read).await.is_ok());
         let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
         assert_eq!(report.corruptions, 1, "{:?}", report.problems);
+    });
+}
+
+/// The search for blocks that are used twice needs much memory.
+#[test]
+fn lookups_at_once_share_one_search() {
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        for (table, is_sound) in [([0, 1, 2], true), ([0, 1, 1], false)] {
+            let format = open(&run, image(&table, 3, 3 * BLOCK)).await.unwrap();
+            let reads = || format.storage().counts().0;
+            let before = reads();
+            let range = ByteRange::between(0, 512);
+            let found = join_all((0..32).map(|_| format.map(range, Intent::Read))).await;
+            assert!(found.iter().all(|found| found.is_ok() == is_sound), "{found:?}");
+            assert!(
+                reads() - before <= 34,
+                "a page for each, and one search: {}",
+                reads() - before
+            );
+            let before = reads();
+            assert_eq!(format.map(range, Intent::Read).await.is_ok(), is_sound);
+            assert_eq!(reads(), before, "its outcome is remembered");
+        }
     });
 }
 

@@ -38,7 +38,8 @@ impl SparseHeader {
             Ok(())
         };
         self.scan_blocks(tables, visit).await?;
-        if end <= file_size {
+        // As in QEMU, a part of a sector counts as a sector.
+        if end <= file_size.next_multiple_of(SECTOR) {
             return Ok(());
         }
         let what = format!(
