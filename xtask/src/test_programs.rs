@@ -85,7 +85,7 @@ impl Program {
         let to = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
         let mut program = Command::new(file);
         program.current_dir(folder).envs(environment.iter().cloned());
-        set_threads(&mut program, if package == BLACK_BOX { 6 } else { 1 });
+        set_threads(&mut program, if package == BLACK_BOX { 4 } else { 1 });
         program.stdin(Stdio::null()).stdout(to.try_clone()?).stderr(to);
         let started = Instant::now();
         let status = program.status().with_context(|| format!("cannot start {package}'s tests"))?;
