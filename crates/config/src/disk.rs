@@ -15,7 +15,7 @@ use serde::Deserialize;
 use crate::export_address::ExportAddress;
 use crate::limits::LimitsConfig;
 use crate::text_fields::{
-    Size, check_absolute, check_image_name, some_size, some_text, text, texts,
+    Size, check_absolute, check_image_name, repeated, some_size, some_text, text, texts,
 };
 use crate::threshold::Threshold;
 
@@ -279,12 +279,6 @@ impl DiskConfig {
         };
         image(self) == image(other)
     }
-
-    /// This description with the image of another description of the disk.
-    #[must_use]
-    pub fn with_image_of(&self, other: &Self) -> Self {
-        Self { path: other.path.clone(), format: other.format, cache: other.cache, ..self.clone() }
-    }
 }
 
 /// Refuses bitmaps that cannot be offered to NBD clients.
@@ -299,8 +293,8 @@ pub fn check_bitmaps(bitmaps: &[String], snapshot: Option<&str>) -> Result<(), S
         let count = bitmaps.len();
         return Err(format!("{count} bitmaps are more than an export has ({MAX_EXPORT_BITMAPS})"));
     }
-    match bitmaps.iter().enumerate().find(|(index, name)| bitmaps[..*index].contains(name)) {
-        Some((_, name)) => Err(format!("the bitmap '{name}' is named twice; name it once")),
+    match repeated(bitmaps) {
+        Some(name) => Err(format!("the bitmap '{name}' is named twice; name it once")),
         None => Ok(()),
     }
 }

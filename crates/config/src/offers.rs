@@ -10,6 +10,8 @@ use blockhouse_disk::Access;
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_storage::Location;
 
+use crate::text_fields::repeated;
+
 /// The rights of an export's clients; the disk may allow less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportRights {
@@ -203,15 +205,6 @@ impl Offers {
             _ => Location::label(&self.images[image]).unwrap_or_default(),
         }
     }
-}
-
-/// The first name that occurs twice.
-fn repeated(names: &[String]) -> Option<&String> {
-    names
-        .iter()
-        .enumerate()
-        .find(|(index, name)| names[..*index].contains(name))
-        .map(|(_, name)| name)
 }
 
 fn file_name(image: &Path) -> Result<String, String> {

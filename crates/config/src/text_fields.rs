@@ -13,6 +13,12 @@ use serde::de::{Deserialize, Deserializer, Error, Visitor};
 
 use crate::size;
 
+/// The first value that occurs twice.
+pub fn repeated<T: PartialEq>(values: &[T]) -> Option<&T> {
+    let is_second = |(index, value): &(usize, &T)| values[..*index].contains(value);
+    values.iter().enumerate().find(is_second).map(|(_, value)| value)
+}
+
 /// A value that is written as a text.
 ///
 /// # Errors

@@ -199,8 +199,7 @@ async fn reload(running: &Running) -> Outcome {
 
 async fn open(running: &Running, given: DiskConfig) -> Outcome {
     let given = given.checked().map_err(invalid)?;
-    let access = given.access();
-    let opened = running.open_and_serve(given, access).await?;
+    let opened = running.open_and_serve(given, Access::ReadWrite).await?;
     let exports = running.exports().of_disk(opened.name());
     result(OpenResult {
         disk: opened.name().to_owned(),

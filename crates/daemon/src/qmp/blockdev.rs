@@ -3,6 +3,7 @@
 
 use std::rc::Rc;
 
+use blockhouse_config::text_fields::repeated;
 use serde_json::json;
 
 use super::arguments::Arguments;
@@ -15,8 +16,7 @@ use crate::running::claims::Name;
 /// `blockdev-add`.
 pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let names = given.nodes();
-    let twice = |(index, name)| names[..index].contains(name).then_some(name);
-    if let Some(Name::Node(name)) = names.iter().enumerate().find_map(twice) {
+    if let Some(Name::Node(name)) = repeated(&names) {
         return Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")));
     }
     let _claim = context.running.claims().claim(names).await;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use blockhouse_config::control_socket::Answers;
 use blockhouse_config::disk::DiskConfig;
+use blockhouse_disk::Access;
 use futures_channel::oneshot;
 use futures_util::FutureExt;
 use futures_util::future::Shared;
@@ -64,8 +65,8 @@ impl Context {
         let setup: DiskConfig =
             serde_json::from_value(params).map_err(|why| QmpError::generic(why.to_string()))?;
         let setup = DiskConfig { is_inactive, ..setup }.checked().map_err(QmpError::generic)?;
-        let access = setup.access();
-        self.running.open_and_serve(setup, access).await.map(drop).map_err(QmpError::failed)
+        let opened = self.running.open_and_serve(setup, Access::ReadWrite).await;
+        opened.map(drop).map_err(QmpError::failed)
     }
 
     /// The disk whose chain has a format node of this name, and the node's depth in the chain.

@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 use std::rc::Rc;
 
+use blockhouse_config::text_fields::repeated;
 use blockhouse_disk::is_inactive;
 use serde_json::{Value, json};
 
@@ -120,10 +121,9 @@ fn image_of(context: &Context, disk: &str) -> PathBuf {
 
 /// Moves disks to their overlays, all at one moment.
 pub(super) async fn put_on(context: &Rc<Context>, overlays: Vec<Overlay>) -> Returned {
-    let names: Vec<_> = overlays.iter().map(|overlay| &overlay.node.name).collect();
-    let is_twice =
-        |(index, name): (usize, &&String)| !name.is_empty() && names[..index].contains(name);
-    if names.iter().enumerate().any(is_twice) {
+    let names = overlays.iter().map(|overlay| &overlay.node.name);
+    let names: Vec<_> = names.filter(|name| !name.is_empty()).collect();
+    if repeated(&names).is_some() {
         return Err(QmpError::generic("New overlay node-name already in use"));
     }
     let mut closed = Vec::new();

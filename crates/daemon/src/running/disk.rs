@@ -67,7 +67,12 @@ impl RunningDisk {
             moved.is_in(&new.path)
                 && new.format.is_none_or(|format| format == moved.format)
                 && [old.cache, moved.cache].contains(&new.cache)
-                && old.with_image_of(new).opens_like(new)
+                && new.opens_like(&DiskConfig {
+                    path: new.path.clone(),
+                    format: new.format,
+                    cache: new.cache,
+                    ..old.clone()
+                })
         };
         old.opens_like(new) || (is_whole && self.moved().is_some_and(is_moved))
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
+use blockhouse_config::text_fields::repeated;
 use blockhouse_disk::{
     Access, AllowedPaths, CloneOf, ForkOf, Forked, ImageDisk, ImageFormat, ImageOptions, NewChild,
     Pause, Secrets, clone_disks, fork, is_address, is_device, is_in_ceph,
@@ -46,10 +47,8 @@ pub(crate) async fn fork_disks(
     let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
     let claimed = setups.iter().map(|setup| setup.disk.clone()).chain(names.iter().cloned());
     let claimed: Vec<_> = claimed.map(Name::Disk).collect();
-    for (index, name) in claimed.iter().enumerate() {
-        if let (true, Name::Disk(name)) = (claimed[..index].contains(name), name) {
-            bail!("the disk {name:?} is named twice");
-        }
+    if let Some(Name::Disk(name)) = repeated(&claimed) {
+        bail!("the disk {name:?} is named twice");
     }
     let _claim = running.claims.claim(claimed).await;
     if let Some(name) = names.iter().find(|name| running.disks.find(name).is_some()) {

@@ -318,7 +318,7 @@ async fn open_configured(
     let opened = match former {
         Some(former) => former.open_as(running, new, wanted, done).await,
         None => running
-            .open_and_serve(new.clone(), new.access())
+            .open_and_serve(new.clone(), Access::ReadWrite)
             .await
             .map(|open| open.set_configured(new.clone())),
     };

@@ -33,7 +33,7 @@ use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
 use super::open_location::path_in_use;
 use super::unlock::{Secrets, WithoutKey, unlocked};
-use super::unwritten::{SharedLayer, check_unwritten};
+use super::unwritten::{UnwrittenOverlay, check_unwritten};
 use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
 use crate::options::Access;
@@ -124,8 +124,8 @@ impl Drop for Forked<'_> {
 struct Steps<'a> {
     fork: ForkOf<'a>,
     layer: PathBuf,
-    /// The layer, if the disk's overlay shares it with the children.
-    shared: Option<SharedLayer<'a>>,
+    /// The disk's overlay, if it shares its layer with the children.
+    shared: Option<UnwrittenOverlay<'a>>,
     backing: Backing,
     overlay: Option<Arc<StoredImage>>,
     bitmaps: Option<ForkedBitmaps>,
@@ -237,7 +237,7 @@ impl<'a> Steps<'a> {
         }
         let image = check_forkable(fork.disk, fork.overlay.is_some())?;
         let shared = match fork.may_share_layer {
-            true => SharedLayer::of(fork.disk, &image).await?,
+            true => UnwrittenOverlay::of(fork.disk, &image).await?,
             false => None,
         };
         let layer = shared.as_ref().map_or(image, |shared| shared.path().to_owned());
@@ -262,7 +262,7 @@ impl<'a> Steps<'a> {
 
     /// Whether the disk was to share its layer, and was written to.
     fn is_written(&self) -> bool {
-        self.shared.as_ref().is_some_and(SharedLayer::is_written)
+        self.shared.as_ref().is_some_and(UnwrittenOverlay::is_written)
     }
 
     /// The layer as the backing file of an image at this path.
@@ -709,26 +709,32 @@ mod tests {
             let (disk, options, path) = disk_in(folder, ImageFormat::Raw).await;
             let image = folder.canonicalize().unwrap().join("over");
             write(&disk, 0, 1).await;
-            assert!(SharedLayer::of(&disk, &image).await.unwrap().is_none(), "it is over no layer");
+            assert!(
+                UnwrittenOverlay::of(&disk, &image).await.unwrap().is_none(),
+                "it is over no layer"
+            );
             let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
             assert!(
-                SharedLayer::of(&disk, &image).await.unwrap().is_none(),
+                UnwrittenOverlay::of(&disk, &image).await.unwrap().is_none(),
                 "the layer is not durable"
             );
             forked[0].settle().await.unwrap();
             let shared =
-                SharedLayer::of(&disk, &image).await.unwrap().expect("nothing was written");
+                UnwrittenOverlay::of(&disk, &image).await.unwrap().expect("nothing was written");
             assert_eq!(
                 (shared.path(), shared.is_written()),
                 (&*path.canonicalize().unwrap(), false)
             );
-            // A change of another disk over the layer is none of this disk.
+            // Changes of other disks over the layer do not count.
             write(forked[0].children[0].1.as_ref().unwrap(), 0, 3).await;
             assert!(!shared.is_written());
             write(&disk, 4096, 2).await;
             assert!(shared.is_written());
             drop(shared);
-            assert!(SharedLayer::of(&disk, &image).await.unwrap().is_none(), "it was written to");
+            assert!(
+                UnwrittenOverlay::of(&disk, &image).await.unwrap().is_none(),
+                "it was written to"
+            );
         });
     }
 }

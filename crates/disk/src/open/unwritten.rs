@@ -36,9 +36,9 @@ async fn first_written(disk: &ImageDisk) -> Result<Option<Extent>> {
     Ok(None)
 }
 
-/// The layer of a disk whose overlay has nothing of its own: further overlays of the layer have the
-/// content of the disk.
-pub(super) struct SharedLayer<'a> {
+/// A disk whose overlay has nothing of its own: further overlays of its layer have the content of
+/// the disk.
+pub(super) struct UnwrittenOverlay<'a> {
     disk: &'a ImageDisk,
     overlay: PathBuf,
     layer: Arc<Layer<ImageStorage>>,
@@ -47,10 +47,10 @@ pub(super) struct SharedLayer<'a> {
     watch: Arc<Watch>,
 }
 
-impl<'a> SharedLayer<'a> {
-    /// The layer of this disk, which is watched from now on; `overlay` is the canonical path of the
-    /// disk's image. `None` if the image has something that the layer lacks, if the layer is not
-    /// durable or no file of this host, or if no fork has made the image. Reason: a rollback
+impl<'a> UnwrittenOverlay<'a> {
+    /// The overlay of this disk, which is watched from now on; `overlay` is the canonical path of
+    /// the disk's image. `None` if the image has something that the layer lacks, if the layer is
+    /// not durable or no file of this host, or if no fork has made the image. Reason: a rollback
     /// removes the image, and needs the record of a fork.
     ///
     /// # Errors
@@ -110,7 +110,7 @@ impl<'a> SharedLayer<'a> {
     }
 }
 
-impl Drop for SharedLayer<'_> {
+impl Drop for UnwrittenOverlay<'_> {
     fn drop(&mut self) {
         let observer: Arc<dyn ChangeObserver> = Arc::<Watch>::clone(&self.watch);
         self.disk.jobs().stop_observing(&observer);

@@ -1,6 +1,6 @@
 //! Images of other programs' formats, on a simulated storage.
 
-use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState, Result};
+use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState, Result, ToolProgress};
 use blockhouse_format::{
     Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
 };
@@ -30,6 +30,16 @@ pub async fn assert_shared(format: &Format<SimDisk>) {
         let text = error.to_string();
         assert!(text.contains("share the data") || text.contains("overlap"), "{text}");
     }
+}
+
+/// Asserts that exactly `expected` blocks of an image reach past the end of its file, and that a
+/// read of `range` is refused if there is one.
+pub async fn assert_lacks(format: &Format<SimDisk>, range: ByteRange, expected: u64) {
+    let read = format.map(range, Intent::Read).await;
+    assert_eq!(read.is_err(), expected > 0, "{read:?}");
+    let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
+    assert_eq!(report.corruptions, expected, "{:?}", report.problems);
+    assert!(report.problems.iter().all(|problem| problem.contains("past the end of the file")));
 }
 
 /// A storage that holds `bytes`, and is read by sectors.
