@@ -1,6 +1,7 @@
 //! `query-qmp-schema`: each entity is a subset of the one that QEMU's own storage daemon reports.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
 use blockhouse_tests::{blockhouse, need, require, tool};
@@ -19,19 +20,19 @@ impl Schema {
             .spawn()
             .expect("it is there");
         let mut input = child.stdin.take().expect("a pipe");
-        let lines =
-            "{'execute':'qmp_capabilities'}{'execute':'query-qmp-schema'}{'execute':'quit'}";
-        std::io::Write::write_all(&mut input, lines.as_bytes()).expect("it reads");
-        let output = child.wait_with_output().expect("a child");
-        drop(input);
-        let text = String::from_utf8(output.stdout).expect("text");
-        let answers = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
-        let schema = answers.filter_map(|answer| match &answer["return"] {
-            Value::Array(entities) => Some(entities.clone()),
-            _ => None,
+        let lines = "{'execute':'qmp_capabilities'}{'execute':'query-qmp-schema'}";
+        input.write_all(lines.as_bytes()).expect("it reads");
+        let output = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+        let mut answers = output.map(|line| {
+            serde_json::from_str::<Value>(&line.expect("text")).expect("JSON")["return"].take()
         });
-        let entities = schema.flatten().map(|entity| (text_of(&entity, "name").to_owned(), entity));
-        Self(entities.collect())
+        let schema = answers.find(Value::is_array).expect("a schema");
+        // QEMU drops the rest of a long answer at `quit` if its reader is slow.
+        input.write_all(b"{'execute':'quit'}").expect("it reads");
+        answers.for_each(drop);
+        assert!(child.wait().expect("a child").success());
+        let entities = schema.as_array().into_iter().flatten().cloned();
+        Self(entities.map(|entity| (text_of(&entity, "name").to_owned(), entity)).collect())
     }
 
     fn of_kind(&self, kind: &str) -> BTreeSet<&str> {
