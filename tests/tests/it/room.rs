@@ -2,12 +2,13 @@
 //! --threshold`).
 
 use std::path::Path;
+use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, str};
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::{Client, errno};
-use blockhouse_tests::{FileSystem, LoopDevice, Scratch, Serve, Server, SmallHost, require};
+use blockhouse_tests::{FileSystem, LoopDevice, Scratch, Serve, Server, SmallHost, eventually, require};
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
@@ -55,6 +56,8 @@ fn a_device_tells_before_it_is_full_once_for_each_crossing() {
     let (server, mut control, mut events) = serve(&scratch, device.path(), &options);
     let mut client = Client::open(&server.address());
     let mut number = 0;
+    // The server has to read a table first.
+    assert!(eventually(Duration::from_secs(30), || left(&mut control).is_some()));
     // Writes until the event must have come; no event came before, and soon there is no space.
     while left(&mut control).expect("a device tells") >= 8 * MIB {
         assert_eq!(write(&mut client, number), 0);
@@ -74,7 +77,7 @@ fn a_device_tells_before_it_is_full_once_for_each_crossing() {
     control.get("disk.refresh", json!({ "disk": "disk" }));
     assert!(left(&mut control).expect("a device tells") > 16 * MIB);
     // The server checks every half a second whether the threshold is in force again.
-    std::thread::sleep(std::time::Duration::from_secs(5));
+    std::thread::sleep(Duration::from_secs(5));
     let refused = loop {
         number += 1;
         match write(&mut client, number) {
