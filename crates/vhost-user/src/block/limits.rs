@@ -14,7 +14,7 @@
 use blockhouse_core::InFlightLimits;
 use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX};
 
-use crate::ring::{Buffers, MAX_CHAIN, MAX_ENTRIES};
+use crate::ring::{Buffers, MAX_CHAIN};
 
 /// Bytes of one buffer of data (`size_max`): 126 of these are just less than the largest request.
 pub const SIZE_MAX: u32 = 8 << 20;
@@ -23,12 +23,11 @@ pub const SIZE_MAX: u32 = 8 << 20;
 /// entries, as QEMU's guests have.
 pub const SEG_MAX: u32 = 126;
 
-/// The limits of a queue's requests in flight. The ring bounds their number. Data moves from and to
-/// the guest's own memory, so bytes in flight cost no memory here. Above the limit on bytes,
-/// further requests wait in the ring.
+/// The limits of a queue's requests in flight, above which further requests wait in the ring. Data
+/// moves from and to the guest's own memory, so bytes in flight cost no memory here.
 pub const QUEUE_LIMITS: InFlightLimits = InFlightLimits {
     request_bytes: 1 << 30,
-    requests: MAX_ENTRIES as usize,
+    requests: 1024,
     ..InFlightLimits::DEFAULT
 };
 

@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use blockhouse_engine::{GuestRange, VolatileSlice};
 use smallvec::SmallVec;
 
-/// Maximum number of entries of a queue, which is also QEMU's limit.
-pub const MAX_ENTRIES: u16 = 1024;
+/// Maximum number of entries of a queue (virtio 1.2, section 2.7).
+pub const MAX_ENTRIES: u16 = 1 << 15;
 
 /// Maximum number of descriptors of a chain, also in an indirect table: a header, a status, and 4
 /// MiB of single pages.
-pub const MAX_CHAIN: usize = MAX_ENTRIES as usize + 2;
+pub const MAX_CHAIN: usize = 1024 + 2;
 
 /// Flag: another descriptor follows (`VRING_DESC_F_NEXT`).
 pub const NEXT: u16 = 1;

@@ -30,6 +30,42 @@ fn what_is_written_is_read_on_every_queue() {
 }
 
 #[test]
+fn the_longest_queue_may_be_full() {
+    const REQUESTS: u16 = (1 << 15) / 4;
+    let served = Served::start(1, 1);
+    let options = Options { entries: 1 << 15, memory: 16 << 20, ..Options::default() };
+    let mut guest = served.connect(options);
+    let image = pattern(1, 1 << 20);
+    assert_eq!(guest.write(0, 0, &image), OK);
+    let base = guest.base() + (1 << 20);
+    for round in 0..3 {
+        let sector = |slot: u16| u64::from(slot.wrapping_mul(7) + round) % 2048;
+        for slot in 0..REQUESTS {
+            let place = base + usize::from(slot) * 1024;
+            let mut header = [0; 16];
+            header[8..].copy_from_slice(&sector(slot).to_le_bytes());
+            guest.driver.memory.write(place, &header);
+            let chain = [
+                DescriptorSpec::at(place, 16, 0),
+                DescriptorSpec::at(place + 512, 512, WRITE),
+                DescriptorSpec::at(place + 16, 1, WRITE),
+            ];
+            guest.queue(0).chain(4 * slot, &chain);
+            guest.queue(0).add_available(4 * slot);
+        }
+        guest.queue(0).publish();
+        for _ in 0..REQUESTS {
+            let (head, written) = guest.queue(0).wait_used(LONG).expect("an answer");
+            assert_eq!(written, 513);
+            let mut bytes = [0; 512];
+            guest.driver.memory.read(base + usize::from(head / 4) * 1024 + 512, &mut bytes);
+            let start = sector(head / 4) as usize * 512;
+            assert!(bytes == image[start..start + 512], "round {round}, request {head}");
+        }
+    }
+}
+
+#[test]
 fn many_requests_at_once_each_get_their_own_data() {
     let seed = fastrand::u64(..);
     eprintln!("seed {seed}");
