@@ -8,7 +8,9 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, str};
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::{Client, errno};
-use blockhouse_tests::{FileSystem, LoopDevice, Scratch, Serve, Server, SmallHost, eventually, require};
+use blockhouse_tests::{
+    FileSystem, LoopDevice, Scratch, Serve, Server, SmallHost, eventually, require,
+};
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;

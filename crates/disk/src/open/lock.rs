@@ -246,7 +246,8 @@ enum LockOwner {
 /// The holder of a lock on a byte, as far as this process may see it in /proc.
 fn lock_owner(file: BorrowedFd<'_>, byte: u64) -> Option<LockOwner> {
     let status = rustix::fs::fstat(file).ok()?;
-    let (major, minor) = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
+    let (major, minor) = mounted_device(file)
+        .unwrap_or_else(|| (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev)));
     let inode = format!("{major:02x}:{minor:02x}:{}", status.st_ino);
     let own = std::process::id().to_string();
     let processes = fs::read_dir("/proc").ok()?.flatten();
@@ -262,6 +263,23 @@ fn lock_owner(file: BorrowedFd<'_>, byte: u64) -> Option<LockOwner> {
         Some(id) => Some(LockOwner::Other(describe(&id))),
         None => holds(&own, Some(file), &inode, byte).then_some(LockOwner::Ourselves),
     }
+}
+
+/// The major and minor number of the device of a file's mount, by which the kernel names locks.
+/// `stat` has another device for a file of btrfs, one for each subvolume. `None` if this process
+/// does not see the mount.
+fn mounted_device(file: BorrowedFd<'_>) -> Option<(u32, u32)> {
+    let about = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd())).ok()?;
+    let mount = about.lines().find_map(|line| line.strip_prefix("mnt_id:"))?.trim();
+    device_of_mount(&fs::read_to_string("/proc/self/mountinfo").ok()?, mount)
+}
+
+/// The device of the mount with this id in the text of `/proc/self/mountinfo` (see `proc(5)`).
+fn device_of_mount(mounts: &str, id: &str) -> Option<(u32, u32)> {
+    let mut lines = mounts.lines().map(str::split_whitespace);
+    let device = lines.find_map(|mut words| (words.next() == Some(id)).then(|| words.nth(1))?)?;
+    let (major, minor) = device.split_once(':')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 /// Whether a process holds a lock on the byte, by another descriptor than `except`. See `proc(5)`,
@@ -291,6 +309,14 @@ fn covers(line: &str, inode: &str, byte: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mount_has_the_device_of_its_line() {
+        let mounts =
+            "22 1 254:0 / / rw - ext4 /dev/vda rw\n31 22 0:45 /sub /srv rw - btrfs /dev/vdb rw\n";
+        assert_eq!(device_of_mount(mounts, "31"), Some((0, 45)));
+        assert_eq!(device_of_mount(mounts, "2"), None);
+    }
 
     #[test]
     fn a_lock_line_covers_its_bytes() {

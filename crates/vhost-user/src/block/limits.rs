@@ -25,11 +25,8 @@ pub const SEG_MAX: u32 = 126;
 
 /// The limits of a queue's requests in flight, above which further requests wait in the ring. Data
 /// moves from and to the guest's own memory, so bytes in flight cost no memory here.
-pub const QUEUE_LIMITS: InFlightLimits = InFlightLimits {
-    request_bytes: 1 << 30,
-    requests: 1024,
-    ..InFlightLimits::DEFAULT
-};
+pub const QUEUE_LIMITS: InFlightLimits =
+    InFlightLimits { request_bytes: 1 << 30, requests: 1024, ..InFlightLimits::DEFAULT };
 
 const _: () = assert!(SIZE_MAX as u64 * SEG_MAX as u64 <= QUEUE_LIMITS.request_bytes);
 
