@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
-use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri};
+use blockhouse_tests::{
+    Scratch, Serve, Server, blockhouse, eventually, nbd_uri, need, require, run, tool,
+};
 use rustix::process::Signal;
 use serde_json::json as value;
 
@@ -174,4 +176,18 @@ fn an_export_is_opened_as_a_disk_of_a_server_that_runs() {
     qemu_io("raw", Path::new(&again), &["read -P 1 1M 1M"]);
     server.stop();
     drop(origin);
+}
+
+#[test]
+fn commands_tell_another_server_that_they_leave() {
+    require!(need::tools(&["nbdkit"]));
+    for words in ["info", "map -f raw", "convert -f raw"] {
+        let scratch = Scratch::new();
+        let copy = scratch.path("copy.raw");
+        let target = if words.starts_with("convert") { str(&copy) } else { "" };
+        let line = format!("{} {words} \"$uri\" {target}", str(&blockhouse()));
+        let kit = ["-v", "-U", "-", "memory", "4M", "--run", &line];
+        let log = run(tool("nbdkit").args(kit)).success().stderr;
+        assert!(log.contains("client sent NBD_CMD_DISC"), "{words}: {log}");
+    }
 }

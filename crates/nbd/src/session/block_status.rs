@@ -73,7 +73,8 @@ async fn allocation<S: Storage>(
     runs(range, req_one, list, flags).await
 }
 
-/// Lists the runs of equal flags that `ask` returns for the first bytes of a range.
+/// Lists the runs of equal flags that `ask` returns for the first bytes of a range; only the first
+/// run if one is wanted.
 async fn runs(
     range: ByteRange,
     req_one: ReqOne,
@@ -86,7 +87,7 @@ async fn runs(
     let (mut current, mut length) = ask(range).await?;
     let mut rest = range.skip(length);
     let mut lookups = 1;
-    while req_one == ReqOne::Unset && !rest.is_empty() && !list.is_nearly_full() {
+    while !rest.is_empty() && !list.is_nearly_full() {
         if lookups == MAX_LOOKUPS {
             break;
         }
@@ -95,6 +96,8 @@ async fn runs(
         let Ok((flags, more)) = ask(rest).await else { break };
         if flags == current {
             length += more;
+        } else if req_one == ReqOne::Set {
+            break;
         } else {
             list.push(length, current);
             (current, length) = (flags, more);
@@ -185,5 +188,32 @@ impl List<'_> {
     fn push(&mut self, length: u64, flags: u32) {
         self.end += encode_descriptor(&mut self.bytes[self.end..], self.framing, length, flags);
         self.count += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+
+    use super::*;
+
+    /// The runs of a disk whose clusters are looked up one by one, and whose first three have the
+    /// same status.
+    fn told(req_one: ReqOne) -> Vec<(u32, u32)> {
+        let mut bytes = [0; 256];
+        let mut list = List { bytes: &mut bytes, framing: Framing::Structured, end: 0, count: 0 };
+        let range = ByteRange::between(0, 5 * 4096);
+        let ask = async |range: ByteRange| Ok((u32::from(range.offset() >= 3 * 4096), 4096));
+        let mut event_loop = EventLoop::new(EngineChoice::Only(Engine::Threads)).expect("a loop");
+        event_loop.block_on(runs(range, req_one, &mut list, ask)).expect("no error");
+        let end = list.end;
+        let number = |at: &[u8]| u32::from_be_bytes(at.try_into().expect("four bytes"));
+        bytes[..end].chunks(8).map(|one| (number(&one[..4]), number(&one[4..]))).collect()
+    }
+
+    #[test]
+    fn equal_neighbours_are_one_run_also_where_one_is_wanted() {
+        assert_eq!(told(ReqOne::Unset), [(3 * 4096, 0), (2 * 4096, 1)]);
+        assert_eq!(told(ReqOne::Set), [(3 * 4096, 0)]);
     }
 }

@@ -123,14 +123,30 @@ impl Link {
         (Ok(()), from)
     }
 
+    /// Sends a few bytes as the last ones. They are lost if the server does not read, or has
+    /// disconnected.
+    pub(super) fn send_last(&self, bytes: &[u8]) {
+        let Some(tls) = &self.tls else { return self.send_now(bytes) };
+        let mut session = tls.session.borrow_mut();
+        if session.encrypt(bytes).is_ok()
+            && let Ok(Some(batch)) = session.take_batch()
+        {
+            self.send_now(batch.bytes());
+        }
+    }
+
+    fn send_now(&self, bytes: &[u8]) {
+        let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
+        // The error is ignored, because the stream ends in any case.
+        let _ = rustix::net::send(&self.stream, bytes, flags);
+    }
+
     /// Shuts the connection down in both directions, so that operations in flight on it complete.
     pub(super) fn shutdown(&self) {
         if let Some(tls) = &self.tls
             && let Some(output) = tls.session.borrow_mut().close()
         {
-            let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
-            // An error is ignored: the server may have disconnected, or does not read.
-            let _ = rustix::net::send(&self.stream, output.bytes(), flags);
+            self.send_now(output.bytes());
         }
         self.stream.shutdown();
     }

@@ -76,9 +76,12 @@ impl Batch {
     }
 }
 
-/// Sends requests until the connection ends. If this end closes it, sends `NBD_CMD_DISC`.
+/// Sends requests until the stream ends. If this end closes the connection, or its loop ends, the
+/// last request is `NBD_CMD_DISC`.
 pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch: Batch) {
+    let mut end = StreamEnd { stream: &stream, framing: transmission.framing(), tells: true };
     while transmission.next_requests(&mut batch.requests, MAX_REQUESTS).await {
+        end.tells = false;
         batch.fill(transmission.framing());
         let (result, sent) = stream.send(take(&mut batch.list)).await;
         batch.list = sent;
@@ -86,18 +89,28 @@ pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch
         if let Err(error) = result {
             transmission.link_failed(transmission.host_error(error));
         }
+        end.tells = true;
     }
-    if transmission.is_closing() {
-        batch.requests.push((disconnect(), None));
-        batch.fill(transmission.framing());
-        // An error of the send is ignored, because the server treats the end of the stream in the
-        // same way.
-        let _ = stream.send(take(&mut batch.list)).await;
-    }
-    stream.shutdown();
+    end.tells = transmission.is_closing();
 }
 
-fn disconnect() -> RequestHeader {
-    let flags = CommandFlags::empty();
-    RequestHeader { flags, kind: kind::DISC, cookie: 0, offset: 0, length: 0 }
+/// Shuts a stream down when the writer ends, or its loop drops the writer.
+struct StreamEnd<'a> {
+    stream: &'a Link,
+    framing: Framing,
+    /// Whether the server gets a disconnect request. Not in the middle of other requests.
+    tells: bool,
+}
+
+impl Drop for StreamEnd<'_> {
+    fn drop(&mut self) {
+        if self.tells {
+            let (flags, kind) = (CommandFlags::empty(), kind::DISC);
+            let mut request = Vec::with_capacity(EXTENDED_LENGTH);
+            RequestHeader { flags, kind, cookie: 0, offset: 0, length: 0 }
+                .encode(self.framing, &mut request);
+            self.stream.send_last(&request);
+        }
+        self.stream.shutdown();
+    }
 }
