@@ -4,6 +4,7 @@
 //! The objects of a command line are global in the process, because the options of images name
 //! them, and many places parse these options.
 
+use std::path::Path;
 use std::sync::Mutex;
 
 use anyhow::{Result, anyhow, bail};
@@ -74,15 +75,24 @@ fn find(id: &str, is_of_client: bool) -> Result<TlsObject> {
 /// The folder with a server's certificates, or its file of keys, from the object of this name.
 ///
 /// # Errors
-/// There is no server object of this name, or its settings are not supported.
+/// There is no server object of this name; clients are to be checked, which is the default, and the
+/// folder has no `ca-cert.pem`; or they are not, and it has one.
 pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
     let ClientTls { folder, kind } = find(id, false)?.tls;
-    match kind {
-        Kind::Certificates { verifies_peer: true } => Ok((Some(folder), None)),
-        Kind::Certificates { verifies_peer: false } => bail!(
-            "clients are asked for a certificate where the folder has ca-cert.pem: leave verify-peer out, and that file"
+    let Kind::Certificates { verifies_peer } = kind else {
+        return Ok((None, Some(format!("{folder}/keys.psk"))));
+    };
+    // The server checks clients if the file is there.
+    let authority = Path::new(&folder).join("ca-cert.pem");
+    match (verifies_peer, authority.metadata()) {
+        (true, Err(error)) => {
+            bail!("Unable to access credentials {}: {error}", authority.display())
+        }
+        (false, Ok(_)) => bail!(
+            "clients must show a certificate because of {}: leave verify-peer out, or name a folder without that file",
+            authority.display()
         ),
-        Kind::Keys { .. } => Ok((None, Some(format!("{folder}/keys.psk")))),
+        (true, Ok(_)) | (false, Err(_)) => Ok((Some(folder), None)),
     }
 }
 

@@ -122,6 +122,23 @@ fn libnbd_and_qemu_read_and_write_by_certificates() {
 }
 
 #[test]
+fn a_server_that_has_to_check_clients_starts_only_with_an_authority() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let authority = host.pki.folder().join("ca-cert.pem");
+    let refused = |more: &str, said: &str| {
+        let folder = str(host.pki.folder());
+        let object = format!("tls-creds-x509,id=t,endpoint=server,dir={folder}{more}");
+        let serve = host.serve().option("--object", object).option("--tls-creds", "t");
+        serve.export("nbd://localhost:0/disk").refused().wrong_usage(&[said, str(&authority)]);
+    };
+    refused(",verify-peer=no", "must show a certificate");
+    fs::rename(&authority, authority.with_extension("old")).unwrap();
+    refused("", "Unable to access credentials");
+    refused(",verify-peer=yes", "Unable to access credentials");
+}
+
+#[test]
 fn credentials_are_objects_as_qemu_names_them() {
     require!(need::tools(&TOOLS));
     let host = Host::new();
