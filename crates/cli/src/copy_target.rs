@@ -2,7 +2,8 @@
 //!
 //! Guarantees: a new image gets its name when it is complete and durable, never before; until then
 //! the copy is in `TARGET.part` beside it. An existing target is not changed, unless the options
-//! request that it be replaced (atomically, at the very end) or overwritten in place.
+//! request that it be replaced (atomically, at the very end) or overwritten in place. Under the
+//! name qemu-img a copy has its name from its start, and an existing file keeps its inode.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,8 +14,8 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{
     AllowedPaths, CacheMode, CopyJob, CopyOptions, IfExists, ImageDisk, ImageFormat, ImageOptions,
-    Purpose, StateUse, TargetContent, check_apart, check_new_name, exists, is_device,
-    keeps_its_place, lock_for_writing, open, open_storage, part_of, remove_created,
+    Purpose, StateUse, TargetContent, check_apart, check_new_apart, check_new_name, exists,
+    is_device, keeps_its_place, lock_for_writing, open, open_storage, part_of, remove_created,
     rename_finished,
 };
 use blockhouse_engine::{EventLoop, HostFile, NewFile};
@@ -143,6 +144,8 @@ pub struct TargetSpec<'a> {
 pub struct Target {
     pub disk: Arc<ImageDisk>,
     pub content: TargetContent,
+    /// Whether the target is a new image in a file, which is as long as the copy.
+    pub is_new: bool,
     finish: Finish,
 }
 
@@ -230,18 +233,35 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     }
     check_new_name(path)?;
     Ok(match is_there {
-        true if keeps_its_place(path) => Existing::InPlace,
+        true if is_at_its_name_at_once() || keeps_its_place(path) => Existing::InPlace,
         true => Existing::Replaced(lock_for_writing(path)?),
         false => Existing::None,
     })
 }
 
-impl Target {
-    /// Whether the target is a new image, which is as long as the copy.
-    pub fn is_new(&self) -> bool {
-        self.finish.part.is_some()
+/// Refuses a target that is in use, or has bytes of a source. Called before it is emptied.
+///
+/// # Errors
+/// `Locked`; as [`check_new_apart`].
+pub fn check_free<'a>(
+    path: &Path,
+    is_there: bool,
+    mut sources: impl Iterator<Item = &'a ImageDisk>,
+) -> blockhouse_core::Result<()> {
+    if is_there {
+        drop(lock_for_writing(path)?);
     }
+    sources.try_for_each(|source| check_new_apart(path, source))
+}
 
+/// Whether a copy has its name from its start. Callers of qemu-img remove that file after a
+/// failure, and no other; a profile may allow qemu-img no other file; an existing file has links,
+/// labels and readers.
+pub fn is_at_its_name_at_once() -> bool {
+    called_as::is_qemu_img()
+}
+
+impl Target {
     /// Ends the copy, whose outcome is `copied`. Closes the disk in any case, so that a later
     /// command can resume the copy. Gives the disk its name if there was no error.
     ///
@@ -389,8 +409,9 @@ impl TargetSpec<'_> {
             return self.replace("a block device").await;
         }
         match existing(path, self.if_there)? {
-            Existing::InPlace => self.fill_in_place().await,
+            Existing::InPlace => self.fill_at_its_name(true).await,
             Existing::Replaced(file) => self.fill_part(Some(file)).await,
+            Existing::None if is_at_its_name_at_once() => self.fill_at_its_name(false).await,
             Existing::None => self.fill_part(None).await,
         }
     }
@@ -406,17 +427,18 @@ impl TargetSpec<'_> {
         self.check_apart(&disk)?;
         let finish = Finish::of_part(self.path, &part, replaced_file, self.if_there);
         let finish = Finish { can_resume: self.can_resume, ..finish };
-        Ok(Target { disk: Arc::new(disk), content, finish })
+        Ok(Target { disk: Arc::new(disk), content, is_new: true, finish })
     }
 
-    /// The existing file, emptied. Used if the file is a mount point, or if its folder accepts no
-    /// new file.
-    async fn fill_in_place(self) -> Result<Target> {
+    /// An image that has its name from its start: the existing file, emptied, if `is_there`.
+    async fn fill_at_its_name(self, is_there: bool) -> Result<Target> {
         let path = self.path.to_owned();
-        let file = NewFile { is_in_place: true, ..create_options::new_file(&self.settings) };
+        check_free(&path, is_there, self.sources.iter().copied())?;
+        let file = NewFile { is_in_place: is_there, ..create_options::new_file(&self.settings) };
         let disk = self.make(&path, file).await?;
         let finish = Finish::in_place(path);
-        Ok(Target { disk: Arc::new(disk), content: self.content_of_new(), finish })
+        let content = self.content_of_new();
+        Ok(Target { disk: Arc::new(disk), content, is_new: true, finish })
     }
 
     /// The content of a new image. Unknown for an overlay, which reads as its backing file, and for
@@ -558,7 +580,7 @@ impl TargetSpec<'_> {
         // The data file of the image may be an existing file, so it may be a source.
         self.check_apart(&disk)?;
         let finish = Finish::in_place(path.to_owned());
-        Ok(Target { disk: Arc::new(disk), content, finish })
+        Ok(Target { disk: Arc::new(disk), content, is_new: false, finish })
     }
 
     /// The existing target, overwritten in place.
@@ -594,7 +616,7 @@ impl TargetSpec<'_> {
             }
         };
         let finish = Finish::in_place(path.to_owned());
-        Ok(Target { disk: Arc::new(disk), content, finish })
+        Ok(Target { disk: Arc::new(disk), content, is_new: false, finish })
     }
 
     /// Refuses a target that shares a file with a source; called before anything is written.

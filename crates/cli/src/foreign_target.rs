@@ -1,7 +1,7 @@
 //! Copies of disks that become images of other programs' formats.
 //!
 //! Guarantees: those of [`copy_target`](crate::copy_target), except that a failed copy leaves no
-//! file, because a partial copy cannot be resumed.
+//! new file, because a partial copy cannot be resumed.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,10 @@ use blockhouse_engine::{EventLoop, NewFile};
 use blockhouse_format::{ForeignKind, NewForeignOptions};
 use blockhouse_storage::Location;
 
-use crate::copy_target::{Existing, Finish, How, IfThere, copy_to, existing, tell_of_sectors};
+use crate::copy_target::{
+    Existing, Finish, How, IfThere, check_free, copy_to, existing, is_at_its_name_at_once,
+    tell_of_sectors,
+};
 use crate::foreign_create::begin;
 use crate::progress::Progress;
 
@@ -64,20 +67,29 @@ impl ForeignTarget<'_> {
         if !matches!(Location::of(path)?, Location::File(_)) || is_device(path) {
             bail!("{}: a {} image is made as a file", path.display(), kind.as_str());
         }
-        let part = part_of(path);
-        let replaced = match existing(path, if_there)? {
-            Existing::None => None,
-            Existing::Replaced(file) => Some(file),
+        let is_at_once = is_at_its_name_at_once();
+        let (is_in_place, replaced) = match existing(path, if_there)? {
+            Existing::None => (false, None),
+            Existing::Replaced(file) => (false, Some(file)),
+            Existing::InPlace if is_at_once => (true, None),
             Existing::InPlace => bail!(
                 "{}: is mounted, or its folder takes no new file; a {} image is made as a new file",
                 path.display(),
                 kind.as_str()
             ),
         };
-        let finish = Finish::of_part(path, &part, replaced, if_there);
-        if event_loop.block_on(exists(&part))? {
-            bail!("{}: is left of an earlier copy; remove it", part.display());
-        }
+        let (part, finish) = if is_at_once {
+            check_free(path, is_in_place, parts.iter().map(|(source, _)| &**source))?;
+            (path.to_owned(), Finish::in_place(path.to_owned()))
+        } else {
+            let part = part_of(path);
+            if event_loop.block_on(exists(&part))? {
+                bail!("{}: is left of an earlier copy; remove it", part.display());
+            }
+            let finish = Finish::of_part(path, &part, replaced, if_there);
+            (part, finish)
+        };
+        let file = NewFile { is_in_place, ..file };
         let image = Arc::new(event_loop.block_on(begin(&part, path, kind, options, file))?);
         let is_stream = image.stream_unit().is_some();
         let job = |max_in_flight| CopyJob::to_new_image(parts, &image, parent, max_in_flight);
@@ -89,7 +101,9 @@ impl ForeignTarget<'_> {
                 (Err(error), _) => Err(error),
             };
             if copied.is_err() {
-                remove_created(&part).await;
+                if !is_in_place {
+                    remove_created(&part).await;
+                }
                 return copied;
             }
             finish.end(Ok(())).await

@@ -119,7 +119,7 @@ async fn copy(
     let options = StreamOptions {
         target_content: target.content,
         compress: arguments.compress,
-        resize: target.is_new(),
+        resize: target.is_new,
     };
     let rest = stream::unfold((Some(first), chunks), |(first, mut chunks)| async move {
         let piece = match first {

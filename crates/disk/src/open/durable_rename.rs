@@ -86,10 +86,15 @@ fn rename_noreplace(from: &Path, to: &Path) -> Result<(), Errno> {
     }
 }
 
-/// Makes a new name durable.
+/// Makes a new name durable. In a folder that may not be read, by syncing the whole file system.
 pub(crate) fn sync_folder(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
-    let synced = std::fs::File::open(folder).and_then(|folder| folder.sync_all());
+    let synced = match File::open(folder) {
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            File::open(path).and_then(|file| Ok(rustix::fs::syncfs(file)?))
+        }
+        opened => opened.and_then(|folder| folder.sync_all()),
+    };
     synced.map_err(|error| Error::host("cannot sync", error).on(&folder.display().to_string()))
 }

@@ -256,29 +256,31 @@ pub fn check_apart(target: &ImageDisk, source: &ImageDisk) -> Result<()> {
     read.try_for_each(|file| check_apart_from(target, file.descriptor(), file.name()))
 }
 
-/// As [`check_apart`], for the file or device that a new image of this name would overwrite, and
-/// the backing file of the new image.
+/// As [`check_apart`], for the file or device that a new image of this name would overwrite, and a
+/// source or the backing file of the new image.
 ///
 /// # Errors
 /// As [`check_apart`].
-pub fn check_new_apart(image: &Path, backing: &ImageDisk) -> Result<()> {
+pub fn check_new_apart(image: &Path, source: &ImageDisk) -> Result<()> {
     let name = image.display().to_string();
     let Ok(status) = rustix::fs::stat(image) else { return Ok(()) };
     let mut places = Places::default();
     places.add_status(&status, image);
-    for file in backing.image().layers().flat_map(files_of_layer) {
+    for file in source.image().layers().flat_map(files_of_layer) {
         let read = Places::of_read(file.descriptor(), file.name()).map_err(failed(file.name()))?;
         if places.overlaps(&read) {
-            let what = format!(
-                "has bytes of {}, which its backing file needs: nothing was written",
-                file.name()
-            );
-            return Err(Error::new(ErrorKind::InvalidInput, what)
-                .on(&name)
-                .hint("choose a name that neither the backing file nor a file behind it has"));
+            return Err(shared(&name, file.name()));
         }
     }
     Ok(())
+}
+
+/// The error for a target that has bytes of a file that will be read.
+fn shared(target: &str, read: &str) -> Error {
+    let what = format!("has bytes of {read}, which is still to be read: nothing was written");
+    Error::new(ErrorKind::InvalidInput, what).on(target).hint(
+        "choose a target that is no other name of the source or backing file, nor a file behind it",
+    )
 }
 
 /// The files of one image of a chain, with its data file; none for an image on another server.
@@ -297,11 +299,7 @@ pub fn check_apart_from(target: &ImageDisk, source: BorrowedFd<'_>, name: &str) 
         let places =
             Places::of_written(file.descriptor(), file.name()).map_err(failed(file.name()))?;
         if places.overlaps(&read) {
-            let what =
-                format!("has bytes of {name}, which is still to be read: nothing was written");
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(
-                "choose a target that is no other name of the source, nor a file behind it",
-            ));
+            return Err(shared(file.name(), name));
         }
     }
     Ok(())
