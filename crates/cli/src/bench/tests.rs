@@ -225,10 +225,13 @@ fn a_wakeup_that_is_withheld_costs_the_timer_and_one_in_force_nothing() -> Resul
     // One batch: 1 ms, the read, and 1 ms after each of 16 completions.
     let batch =
         |wake_up| wakeup::measure(&disk, Engine::Threads, wake_up, (Duration::ZERO, None, &stop));
-    let withheld = batch(WakeUp::Withheld)?;
-    let mut in_force = batch(WakeUp::InForce)?;
-    // A busy machine may take longer.
+    let least = (UNRELATED_TIMER - milliseconds(20)).as_nanos() as u64;
+    let (mut withheld, mut in_force) = (batch(WakeUp::Withheld)?, batch(WakeUp::InForce)?);
+    // On a busy machine the timer may run before the batch begins, and a batch may take longer.
     for _ in 0..5 {
+        if withheld.latency.min() < least {
+            withheld = batch(WakeUp::Withheld)?;
+        }
         if in_force.elapsed >= UNRELATED_TIMER {
             in_force = batch(WakeUp::InForce)?;
         }
@@ -237,7 +240,6 @@ fn a_wakeup_that_is_withheld_costs_the_timer_and_one_in_force_nothing() -> Resul
     let (slow, quick) = (withheld.elapsed, in_force.elapsed);
     assert!(slow >= UNRELATED_TIMER, "{slow:?}");
     assert!((milliseconds(17)..UNRELATED_TIMER).contains(&quick), "{quick:?}");
-    let least = (UNRELATED_TIMER - milliseconds(20)).as_nanos() as u64;
     assert!(withheld.latency.min() >= least, "{} ns", withheld.latency.min());
     Ok(())
 }
