@@ -12,19 +12,21 @@ use blockhouse_storage::Location;
 
 use crate::text_fields::repeated;
 
-/// The rights of an export's clients; the disk may allow less.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExportRights {
-    /// Whether clients may change the disk, if it is writable.
+/// The options of an export: the rights of its clients, and its description.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportOptions {
+    /// Whether clients may change the disk. A read-only disk is not writable in any case.
     pub access: Access,
     /// Whether NBD clients may query which image of the chain has the data (qemu:allocation-depth).
     pub has_depth: bool,
+    /// A text for the users of NBD clients: at most 4096 bytes without NUL. May be empty.
+    pub description: String,
 }
 
-impl Default for ExportRights {
-    /// All rights that the disk allows.
+impl Default for ExportOptions {
+    /// All rights that the disk allows, without a description.
     fn default() -> Self {
-        Self { access: Access::ReadWrite, has_depth: true }
+        Self { access: Access::ReadWrite, has_depth: true, description: String::new() }
     }
 }
 
@@ -35,14 +37,14 @@ pub struct Offer {
     pub name: String,
     /// The index of the image on the command line, from 0.
     pub image: usize,
-    /// The rights of clients.
-    pub rights: ExportRights,
+    /// The options of the export.
+    pub options: ExportOptions,
 }
 
 impl Offer {
-    /// An image, with all rights that it allows.
+    /// An image, with the default options.
     pub fn new(name: String, image: usize) -> Self {
-        Self { name, image, rights: ExportRights::default() }
+        Self { name, image, options: ExportOptions::default() }
     }
 }
 
@@ -52,7 +54,7 @@ pub struct Offers {
     images: Vec<PathBuf>,
     /// The values of `--name`: one for each image, or none.
     names: Vec<String>,
-    rights: ExportRights,
+    options: ExportOptions,
 }
 
 impl Offers {
@@ -78,17 +80,17 @@ impl Offers {
             return Err(format!("two images have --name '{name}'; give each its own name"));
         }
         let (images, names) = (images.to_vec(), names.to_vec());
-        Ok(Self { images, names, rights: ExportRights::default() })
+        Ok(Self { images, names, options: ExportOptions::default() })
     }
 
-    /// The same images, with these rights of clients.
+    /// The same images, with these options of all exports.
     #[must_use]
-    pub fn with_rights(self, rights: ExportRights) -> Self {
-        Self { rights, ..self }
+    pub fn with_options(self, options: ExportOptions) -> Self {
+        Self { options, ..self }
     }
 
     fn offer(&self, name: String, image: usize) -> Offer {
-        Offer { rights: self.rights, ..Offer::new(name, image) }
+        Offer { options: self.options.clone(), ..Offer::new(name, image) }
     }
 
     /// All images under their own names: the exports of a socket that no URI with a name describes.

@@ -308,6 +308,7 @@ const SESSION: &[Step] = &[
     Same("{'execute':'nbd-server-add','arguments':{'device':'o','writable':true}}"),
     Same("{'execute':'nbd-server-add','arguments':{'device':'o','writable':true}}"),
     Same("{'execute':'nbd-server-add','arguments':{'device':'zz'}}"),
+    Same("{'execute':'nbd-server-add','arguments':{'device':'o','description':3}}"),
     Same("{'execute':'block-export-del','arguments':{'id':'zz'}}"),
     Same("{'execute':'block-export-del','arguments':{'id':'e','mode':'zz'}}"),
     Same("{'execute':'nbd-server-remove','arguments':{'name':'zz'}}"),

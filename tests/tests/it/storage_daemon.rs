@@ -30,8 +30,13 @@ fn wait_until(what: &str, condition: impl FnMut() -> bool) {
 
 /// The program under test, under QEMU's name.
 pub(crate) fn ours(scratch: &Scratch) -> Command {
+    called(scratch, NAME)
+}
+
+/// The program under test, under this name.
+fn called(scratch: &Scratch, name: &str) -> Command {
     let folder = scratch.path("bin");
-    let program = folder.join(NAME);
+    let program = folder.join(name);
     if !program.exists() {
         std::fs::create_dir_all(&folder).expect("a folder");
         std::os::unix::fs::symlink(blockhouse(), &program).expect("a link");
@@ -571,5 +576,59 @@ fn clients_are_told_the_depth_of_allocation_where_the_export_says_so() {
         let told: Value = serde_json::from_str(&told).expect("JSON");
         assert_eq!(told["exports"][0]["contexts"], json!(contexts), "{name}");
     }
+    daemon.stop();
+}
+
+/// The descriptions of an export: in the reply to LIST, and in the reply to GO.
+pub(crate) fn descriptions(socket: &Path, name: &str) -> [Value; 2] {
+    let uri = nbd_uri(name, socket);
+    [&["--list", "--json"][..], &["--json"]].map(|options| {
+        let told = run(tool("nbdinfo").args(options).arg(&uri)).success().stdout;
+        let told: Value = serde_json::from_str(&told).expect("JSON");
+        let mut exports = told["exports"].as_array().expect("a list").iter();
+        let export = exports.find(|export| export["export-name"] == name).expect("it is listed");
+        export["description"].clone()
+    })
+}
+
+#[test]
+fn clients_are_told_the_description_of_an_export() {
+    const TEXT: &str = "the guest's \"web\" disk, ü";
+    require!(need::tools(&["nbdinfo"]));
+    let scratch = Scratch::new();
+    let nbd = scratch.socket("nbd");
+    let image = scratch.image("web", MIB);
+    let serve = |text: &str| {
+        let mut server = called(&scratch, "qemu-nbd");
+        server.args(["-t", "-f", "raw", "-x", "web", "-D", text, "-k", str(&nbd)]);
+        server.arg(image.path());
+        server
+    };
+    let long = "x".repeat(4097);
+    run(&mut serve(&long)).failure(&format!("qemu-nbd: export description '{long}' too long\n"));
+    let server = Daemon(serve(TEXT).spawn().expect("it is there"));
+    wait_until("it listens", || UnixStream::connect(&nbd).is_ok());
+    assert_eq!(descriptions(&nbd, "web"), [TEXT, TEXT]);
+    server.stop();
+
+    let folder = folder(&scratch, "images");
+    let socket = scratch.socket("daemon");
+    let line = |text: &str| {
+        let (server, of_text) = (
+            format!("addr.type=unix,addr.path={}", str(&socket)),
+            format!("nbd,id=t,node-name=r,name=text,description={}", text.replace(',', ",,")),
+        );
+        let node = "file,node-name=r,filename=DIR/r";
+        let plain = "nbd,id=p,node-name=r,name=plain";
+        let line =
+            ["--blockdev", node, "--nbd-server", &server, "--export", plain, "--export", &of_text];
+        words(&line, &folder)
+    };
+    let (code, error) = told(ours(&scratch), &line(&long));
+    assert_eq!(code, Some(1));
+    assert!(error.ends_with(&format!("description '{long}' too long")), "{error}");
+    let daemon = Daemon::start(ours(&scratch), &line(TEXT), &scratch.path("pid"));
+    assert_eq!(descriptions(&socket, "text"), [TEXT, TEXT]);
+    assert_eq!(descriptions(&socket, "plain"), [Value::Null, Value::Null]);
     daemon.stop();
 }

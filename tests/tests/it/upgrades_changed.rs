@@ -11,12 +11,15 @@ use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::upgrade::{Servers, upgrade, upgrade_in_the_end};
-use blockhouse_tests::{Scratch, Serve, eventually, nbd_uri};
+use blockhouse_tests::{Scratch, Serve, eventually, nbd_uri, need, require};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
 
+use crate::storage_daemon::descriptions;
+
 const MIB: u64 = 1 << 20;
 const EPERM: u32 = 1;
+const FAILED: i64 = -32000;
 const VIRTIO_BLK_RO: u64 = 1 << 5;
 const LONG: Duration = Duration::from_secs(60);
 
@@ -110,6 +113,39 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     servers.stop();
     drop(server);
     qemu_img(&["check", str(&scratch.path("second.qcow2"))]).success();
+}
+
+#[test]
+fn descriptions_of_exports_are_handed_over() {
+    require!(need::tools(&["nbdinfo"]));
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let image = scratch.image("disk", MIB);
+    let control_socket = scratch.socket("control");
+    let server = Serve::new(&scratch, image.path())
+        .export(&nbd_uri("first", scratch.socket("first")))
+        .option("-D", "of the command line")
+        .option("--control", &control_socket)
+        .start();
+    let mut control = Control::connect(&control_socket);
+    let socket = scratch.socket("second");
+    for (name, text) in [("a", "of a request"), ("b", ""), ("c", "x".repeat(4096).as_str())] {
+        let export = nbd_uri(name, &socket);
+        control.get("export.add", json!({ "disk": "disk", "export": export, "description": text }));
+    }
+    let too_long =
+        json!({ "disk": "disk", "export": nbd_uri("d", &socket), "description": "x".repeat(4097) });
+    control.refused("export.add", too_long, FAILED, &["description", "more than 4096 bytes"]);
+    for upgrade in 0..=2 {
+        let first = descriptions(&scratch.socket("first"), "first");
+        assert_eq!(first, ["of the command line"; 2], "upgrade {upgrade}");
+        assert_eq!(descriptions(&socket, "a"), ["of a request"; 2], "upgrade {upgrade}");
+        assert_eq!(descriptions(&socket, "b"), [Value::Null, Value::Null], "upgrade {upgrade}");
+        assert_eq!(descriptions(&socket, "c"), ["x".repeat(4096), "x".repeat(4096)]);
+        control = upgraded(&scratch, &servers);
+    }
+    servers.stop();
+    drop((control, server));
 }
 
 #[test]

@@ -687,7 +687,7 @@ impl Arguments {
     /// The exports of each address. Wrong usage ends the program.
     fn plan(&self) -> (Offers, Vec<(Address, Vec<Offer>)>) {
         let plan = Offers::new(&self.images, &self.name).and_then(|offers| {
-            let offers = offers.with_rights(self.habits.rights());
+            let offers = offers.with_options(self.habits.export_options());
             let plan = offers.plan(&self.nbd)?;
             // Either each image has a device, or no image has one.
             let has_devices = !self.vhost_user_blk.is_empty() || !self.ublk.is_empty();

@@ -36,9 +36,9 @@ pub fn run(uri: &str) -> Result<()> {
 fn text(exports: &[ListedExport]) -> String {
     let mut lines = vec![format!("exports available: {}", exports.len())];
     for export in exports {
-        lines.push(format!(" export: '{}'", export.name.escape_debug()));
+        lines.push(format!(" export: '{}'", printable(&export.name)));
         if !export.description.is_empty() {
-            lines.push(format!("  description: {}", export.description.escape_debug()));
+            lines.push(format!("  description: {}", printable(&export.description)));
         }
         if let Some((size, flags)) = export.size_and_flags {
             let is_set =
@@ -56,10 +56,21 @@ fn text(exports: &[ListedExport]) -> String {
         lines.push(format!("  transaction size: {bits}-bit"));
         if !export.contexts.is_empty() {
             lines.push(format!("  available meta contexts: {}", export.contexts.len()));
-            lines.extend(export.contexts.iter().map(|name| format!("   {}", name.escape_debug())));
+            lines.extend(export.contexts.iter().map(|name| format!("   {}", printable(name))));
         }
     }
     lines.join("\n")
+}
+
+/// A text of a server, with escapes in place of control characters. Reason: these could forge
+/// lines, or commands of the terminal. Quotes, backslashes and tabs stay, as in QEMU's output.
+fn printable(text: &str) -> String {
+    let is_plain = |one: char| matches!(one, '\'' | '"' | '\\' | '\t');
+    let parts = text.split_inclusive(is_plain).map(|part| {
+        let start = part.trim_end_matches(is_plain);
+        format!("{}{}", start.escape_debug(), &part[start.len()..])
+    });
+    parts.collect()
 }
 
 #[cfg(test)]
@@ -83,5 +94,12 @@ mod tests {
                         'x\\n'\n  transaction size: 32-bit";
         assert_eq!(text(&[full, names_alone]), expected);
         assert_eq!(text(&[]), "exports available: 0");
+    }
+
+    #[test]
+    fn only_control_characters_of_a_text_are_escaped() {
+        let plain = "it's \"a\" \\ disk,\tü e\u{301}";
+        assert_eq!(printable(plain), plain);
+        assert_eq!(printable("'\n\u{1b}[2J'"), "'\\n\\u{1b}[2J'");
     }
 }

@@ -5,7 +5,8 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
+use blockhouse_nbd::proto::MAX_STRING;
 use blockhouse_nbd::uri::NbdUri;
 
 use blockhouse_disk::QemuTls;
@@ -50,8 +51,8 @@ pub struct NbdHabits {
     /// How file operations are done.
     #[arg(long, hide = true, value_name = "MODE", value_parser = parse_aio)]
     pub(super) aio: Option<EngineChoice>,
-    /// The export's description, which clients do not look at.
-    #[arg(short = 'D', long, hide = true, value_name = "TEXT")]
+    /// The description of the exports for clients.
+    #[arg(short = 'D', long, hide = true, value_name = "TEXT", value_parser = parse_description)]
     description: Option<String>,
     /// Offer the metadata context qemu:allocation-depth: qemu-nbd offers it only with this option.
     #[arg(short = 'A', long, hide = true)]
@@ -93,6 +94,14 @@ pub fn parse_aio(name: &str) -> Result<EngineChoice, String> {
         "threads" => Ok(EngineChoice::Only(Engine::Threads)),
         "io_uring" => Ok(EngineChoice::Only(Engine::IoUring)),
         _ => Err("use threads, native or io_uring".into()),
+    }
+}
+
+/// The text of `--description`.
+fn parse_description(text: &str) -> Result<String, String> {
+    match text.len() {
+        0..=MAX_STRING => Ok(text.to_owned()),
+        length => Err(format!("it has {length} bytes; give at most {MAX_STRING}")),
     }
 }
 
@@ -149,11 +158,12 @@ impl NbdHabits {
             || self.load_snapshot.is_some()
     }
 
-    /// The rights of clients. If the program is called as qemu-nbd, clients get the rights that
-    /// qemu-nbd gives.
-    pub(super) fn rights(&self) -> ExportRights {
-        let usual = ExportRights::default();
-        ExportRights { has_depth: self.allocation_depth || !called_as::is_qemu_nbd(), ..usual }
+    /// The options of the exports. If the program is called as qemu-nbd, clients get the rights
+    /// that qemu-nbd gives.
+    pub(super) fn export_options(&self) -> ExportOptions {
+        let has_depth = self.allocation_depth || !called_as::is_qemu_nbd();
+        let description = self.description.clone().unwrap_or_default();
+        ExportOptions { has_depth, description, ..ExportOptions::default() }
     }
 
     /// The most clients that each socket serves at once; `None` is no limit. The default is no

@@ -6,7 +6,7 @@ use anyhow::Result;
 use blockhouse_config::control_socket::Answers;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::Access;
 use blockhouse_nbd::uri::NbdUri;
@@ -99,13 +99,13 @@ pub(crate) async fn call(
         "disk.rollback" => forks::roll_back(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
-            let ExportAddParams { disk, export, read_only, allocation_depth, bitmaps, bitmaps_of } =
-                params(given)?;
-            let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-            let rights = ExportRights { access, has_depth: allocation_depth };
-            let address = address(&export)?;
-            let bitmaps = (&bitmaps[..], bitmaps_of.as_deref());
-            let export = running.add_export(&disk, address, rights, bitmaps).await?;
+            let added: ExportAddParams = params(given)?;
+            let access = if added.read_only { Access::ReadOnly } else { Access::ReadWrite };
+            let has_depth = added.allocation_depth;
+            let options = ExportOptions { access, has_depth, description: added.description };
+            let address = address(&added.export)?;
+            let bitmaps = (&added.bitmaps[..], added.bitmaps_of.as_deref());
+            let export = running.add_export(&added.disk, address, options, bitmaps).await?;
             result(ExportParams { export: export.to_string() })
         }
         "export.remove" => {
@@ -253,7 +253,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
             },
             clients: peers.as_ref().map(Vec::len),
             peers,
-            read_only: (export.rights.access == Access::ReadOnly).then_some(true),
+            read_only: (export.options.access == Access::ReadOnly).then_some(true),
             export: export.address.to_string(),
             disk: export.disk,
         }

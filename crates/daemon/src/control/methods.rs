@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use schemars::{JsonSchema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -196,6 +196,9 @@ pub struct ExportAddParams {
     /// Whether NBD clients may ask which image of the chain has the data.
     #[serde(default = "usual_depth")]
     pub allocation_depth: bool,
+    /// A text that NBD clients show their users: at most 4096 bytes.
+    #[serde(default)]
+    pub description: String,
     /// Of a disk that a backup has frozen: bitmaps of the disk that goes on, of which clients may
     /// ask what has changed. They may say that more has.
     #[serde(default)]
@@ -206,7 +209,7 @@ pub struct ExportAddParams {
 }
 
 fn usual_depth() -> bool {
-    ExportRights::default().has_depth
+    ExportOptions::default().has_depth
 }
 
 /// An export.

@@ -8,7 +8,7 @@
 //! command line defines, before it reads the first byte. A location in an offer is only a name: the
 //! process neither opens it nor connects to it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
-use blockhouse_config::offers::{ExportRights, Offer as ExportOffer};
+use blockhouse_config::offers::{ExportOptions, Offer as ExportOffer};
 use blockhouse_config::setup::Setup;
 use blockhouse_disk::{Access, HandedFile, HandedOverDisk, StateUse};
 use blockhouse_engine::{OpenFiles, Stream, peer_process};
@@ -208,12 +208,23 @@ fn listen_socket(
     (handed, connections): (Handed<Socket>, Vec<(Stream, PausedSession)>),
 ) -> ListenSocket {
     let (socket, descriptor, file) = handed;
-    let Socket { address, has_file: _, needs_tls, exports, read_only, without_depth, added } =
-        socket;
+    let Socket {
+        address,
+        has_file: _,
+        needs_tls,
+        exports,
+        read_only,
+        without_depth,
+        descriptions,
+        added,
+    } = socket;
+    let mut descriptions: BTreeMap<_, _> = descriptions.into_iter().collect();
     let offers = exports.into_iter().map(|(name, image)| {
         let access = access(read_only.contains(&name));
-        let rights = ExportRights { access, has_depth: !without_depth.contains(&name) };
-        ExportOffer { name, image, rights }
+        let has_depth = !without_depth.contains(&name);
+        let description = descriptions.remove(&name).unwrap_or_default();
+        let options = ExportOptions { access, has_depth, description };
+        ExportOffer { name, image, options }
     });
     ListenSocket {
         bound: bound(address, descriptor, file),

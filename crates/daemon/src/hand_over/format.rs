@@ -108,6 +108,9 @@ pub struct Socket {
     /// The names of exports whose clients may not query which image of the chain has the data.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub without_depth: Vec<String>,
+    /// The names of exports that have descriptions, each with its description.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub descriptions: Vec<(String, String)>,
     /// The options of `socket.add`, if control has added the socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub added: Option<AddedSocket>,

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::{ExportOptions, Offer as ExportOffer};
 use blockhouse_core::SyncMode;
 use blockhouse_disk::{Access, FlushedAhead, flush_ahead, is_inactive};
 use blockhouse_engine::timeout;
@@ -420,16 +420,20 @@ fn offer_of<'a>(
         descriptors.push(socket.listener().as_fd());
         descriptors.extend(socket.file().map(AsFd::as_fd));
         let exports = service.exports_at(socket);
-        let names = |is_meant: fn(&ExportRights) -> bool| {
-            let meant = exports.iter().filter(|export| is_meant(&export.rights));
+        let names = |is_meant: fn(&ExportOptions) -> bool| {
+            let meant = exports.iter().filter(|export| is_meant(&export.options));
             meant.map(|export| export.name.clone()).collect()
         };
+        let described = exports.iter().filter(|export| !export.options.description.is_empty());
+        let description =
+            |export: &ExportOffer| (export.name.clone(), export.options.description.clone());
         listening.push(Socket {
             address: socket.address().into(),
             has_file: socket.file().is_some(),
             needs_tls: socket.security() == Security::Tls,
-            read_only: names(|rights| rights.access == Access::ReadOnly),
-            without_depth: names(|rights| !rights.has_depth),
+            read_only: names(|options| options.access == Access::ReadOnly),
+            without_depth: names(|options| !options.has_depth),
+            descriptions: described.map(description).collect(),
             added: socket.added(),
             exports: exports.into_iter().map(|export| (export.name, export.image)).collect(),
         });

@@ -66,7 +66,7 @@ fn has_writers(context: &Context, disk: &str) -> bool {
         let address = export.address.to_string();
         let mut named = state.exports.iter();
         let is_allowed = named.any(|one| one.allows_inactive && one.address == address);
-        export.rights.access == Access::ReadWrite && !is_allowed
+        export.options.access == Access::ReadWrite && !is_allowed
     })
 }
 

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 use blockhouse_disk::{Access, is_inactive};
+use blockhouse_nbd::proto::MAX_STRING;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use serde_json::{Value, json};
 
@@ -51,13 +52,14 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     match kind {
         "nbd" => {
             let name = given.some_text("name")?.unwrap_or_else(|| node.clone());
-            given.only("description", &[], "NBD exports have none")?;
+            let description = given.some_text("description")?.unwrap_or_default();
             let has_depth = given.flag("allocation-depth", false)?;
             let bitmaps = given.some_list("bitmaps")?.unwrap_or_default();
             given.end()?;
             let node = (String::new(), node);
-            let export = NbdExport { id, node, name, is_writable, allows_inactive, has_depth };
-            export.add(context, bitmaps).await
+            let export = NbdExport { id, node, name, is_writable, allows_inactive };
+            let offered = Offered { description, has_depth, ..Offered::default() };
+            export.add(context, offered, bitmaps).await
         }
         "vhost-user-blk" => {
             let mut addr = given.object("addr")?;
@@ -84,14 +86,13 @@ pub(super) async fn add_to_server(context: &Rc<Context>, mut given: Arguments) -
     let device = given.text("device")?;
     let name = given.some_text("name")?.unwrap_or_else(|| device.clone());
     let is_writable = given.flag("writable", false)?;
-    given.only("description", &[], "NBD exports have none")?;
+    let description = given.some_text("description")?.unwrap_or_default();
     let bitmap = given.some_text("bitmap")?;
     given.end()?;
     let node = (device.clone(), device);
-    let (allows_inactive, has_depth) = (false, false);
-    let export =
-        NbdExport { id: name.clone(), node, name, is_writable, allows_inactive, has_depth };
-    export.add(context, bitmap.into_iter().map(Value::String).collect()).await
+    let export = NbdExport { id: name.clone(), node, name, is_writable, allows_inactive: false };
+    let offered = Offered { description, ..Offered::default() };
+    export.add(context, offered, bitmap.into_iter().map(Value::String).collect()).await
 }
 
 /// A requested NBD export.
@@ -102,16 +103,19 @@ struct NbdExport {
     name: String,
     is_writable: bool,
     allows_inactive: bool,
-    has_depth: bool,
 }
 
 impl NbdExport {
-    async fn add(self, context: &Context, bitmaps: Vec<Value>) -> Returned {
-        let Self { id, node: (device, node), name, is_writable, allows_inactive, has_depth } = self;
+    async fn add(self, context: &Context, offered: Offered, bitmaps: Vec<Value>) -> Returned {
+        let Self { id, node: (device, node), name, is_writable, allows_inactive } = self;
         let NbdServer { address, tls } = server(context)?;
         check_id(context, &id)?;
         let disk = context.served_disk(&device, &node)?;
         check_access(context, &disk, is_writable, allows_inactive).await?;
+        let Offered { description, .. } = &offered;
+        if description.len() > MAX_STRING {
+            return Err(QmpError::generic(format!("description '{description}' too long")));
+        }
         let bitmaps = taken_bitmaps(context, &disk, bitmaps)?;
         let security = if tls.is_some() { Security::Tls } else { Security::Plain };
         let uri = NbdUri { security, address, export: name };
@@ -122,7 +126,7 @@ impl NbdExport {
             return Err(QmpError::generic(why));
         }
         let named = NamedExport { id, address: text, node, allows_inactive };
-        let offered = Offered { has_depth, bitmaps };
+        let offered = Offered { bitmaps, ..offered };
         serve(context, named, &disk, is_writable, offered).await
     }
 }
@@ -217,9 +221,10 @@ fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<T
     }
 }
 
-/// The metadata contexts of an export besides `base:allocation`.
+/// The description of an export, and its metadata contexts besides `base:allocation`.
 #[derive(Default)]
 struct Offered {
+    description: String,
     /// Whether clients may query which image of the chain has the data.
     has_depth: bool,
     bitmaps: Taken,
@@ -230,7 +235,7 @@ async fn serve(
     named: NamedExport,
     disk: &str,
     is_writable: bool,
-    Offered { has_depth, bitmaps }: Offered,
+    Offered { description, has_depth, bitmaps }: Offered,
 ) -> Returned {
     let id = named.id.clone();
     let mut params = json!({
@@ -238,6 +243,7 @@ async fn serve(
         "export": named.address,
         "read-only": !is_writable,
         "allocation-depth": has_depth,
+        "description": description,
     });
     if !bitmaps.names.is_empty() {
         params["bitmaps"] = bitmaps.names.into();

@@ -62,8 +62,8 @@ fn check_exports(context: &Context, name: &str, disk: &str) -> Result<(), QmpErr
     let is_active =
         context.running.disks().find(disk).is_some_and(|running| !is_inactive(&running.disk));
     let exports = context.running.exports().of_disk(disk);
-    let mut rights = exports.iter().map(|export| export.rights.access);
-    if is_active && rights.any(|access| access == Access::ReadWrite) {
+    let mut accesses = exports.iter().map(|export| export.options.access);
+    if is_active && accesses.any(|access| access == Access::ReadWrite) {
         let why = format!("Read-only block node '{name}' cannot support read-write users");
         return Err(QmpError::generic(why));
     }

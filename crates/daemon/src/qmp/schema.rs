@@ -107,7 +107,7 @@ object BlockExportInfo id:str type:BlockExportType node-name:str shutting-down:b
 enum BlockExportType nbd vhost-user-blk
 command block-export-add *BlockExportOptions
 object BlockExportOptions type:BlockExportType id:str fixed-iothread?:bool iothread?:str node-name:str writable?:bool writethrough?:bool allow-inactive?:bool | type nbd=BlockExportNbd vhost-user-blk=BlockExportVhostUser
-object BlockExportNbd name?:str bitmaps?:[BitmapOrName] allocation-depth?:bool
+object BlockExportNbd name?:str description?:str bitmaps?:[BitmapOrName] allocation-depth?:bool
 object BlockExportVhostUser addr:SocketAddress logical-block-size?:int num-queues?:int
 object SocketAddress type:UnixSocket | type unix=UnixAddress
 enum UnixSocket unix
@@ -120,7 +120,7 @@ enum SocketType inet unix
 object InetWrapper data:InetAddress
 object InetAddress host:str port:str
 object UnixWrapper data:UnixAddress
-command nbd-server-add name?:str device:str writable?:bool bitmap?:str
+command nbd-server-add name?:str description?:str device:str writable?:bool bitmap?:str
 command nbd-server-remove name:str mode?:RemoveMode
 command nbd-server-stop
 command blockdev-snapshot *Snapshot

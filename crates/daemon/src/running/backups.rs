@@ -18,7 +18,7 @@ use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::limits::LimitsConfig;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options,
@@ -168,7 +168,7 @@ async fn begin_claimed(
         let (Source { disk: source, since }, served) = (source, Arc::clone(&frozen));
         begun.disks.push(BackupDisk { source, frozen, since, view, scratch_limit });
         if let Some(address) = addresses.next() {
-            running.serve(&served, address, ExportRights::default()).await?;
+            running.serve(&served, address, ExportOptions::default()).await?;
         }
     }
     Ok(pause)

@@ -39,6 +39,6 @@ pub(super) struct ClosedDisk {
     pub(super) write_threshold: Option<u64>,
     /// Whether clients may change it.
     pub(super) access: Access,
-    /// Its exports, with the rights of their clients.
+    /// Its exports, with their options.
     pub(super) exports: Vec<RunningExport>,
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_disk::Access;
 use blockhouse_engine::sleep;
 use blockhouse_nbd::uri::Address;
@@ -43,8 +43,8 @@ impl ExportList {
         let path = served.path().to_owned();
         let mut list = self.state.lock();
         let address = ExportAddress::VhostUser(path);
-        let rights = ExportRights { access, ..ExportRights::default() };
-        list.exports.push(RunningExport { address, disk: name.clone(), rights });
+        let options = ExportOptions { access, ..ExportOptions::default() };
+        list.exports.push(RunningExport { address, disk: name.clone(), options });
         list.devices.push(Arc::new(RunningDevice { disk: name, access, served, frontends }));
         Ok(())
     }

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::limits::LimitsConfig;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, BitmapLoss, HoldChange, HoldObserver, ImageDisk};
 use blockhouse_nbd::ExportBitmap;
@@ -207,7 +207,7 @@ impl Running {
         }
         self.disks.limit(disk, &disk.setup.limits)?;
         for address in &disk.setup.exports {
-            self.serve(disk, address.clone(), ExportRights::default()).await?;
+            self.serve(disk, address.clone(), ExportOptions::default()).await?;
         }
         Ok(())
     }
@@ -249,7 +249,7 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, to clients with these rights. For a disk frozen by a backup,
+    /// Serves a disk at an address, with these options. For a disk frozen by a backup,
     /// `bitmaps` names the bitmaps of the original disk, or of another one, that clients may
     /// request. Returns the address, with the real port if port 0 was requested.
     ///
@@ -259,7 +259,7 @@ impl Running {
         &self,
         disk: &str,
         address: ExportAddress,
-        rights: ExportRights,
+        options: ExportOptions,
         bitmaps: (&[String], Option<&str>),
     ) -> Result<ExportAddress> {
         let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
@@ -268,7 +268,7 @@ impl Running {
             ([], _) => self.disks.get(disk)?,
             bitmaps => with_bitmaps(self, disk, bitmaps).await?,
         };
-        self.serve(&served, address, rights).await
+        self.serve(&served, address, options).await
     }
 
     /// Serves a disk. The caller has claimed the disk and the socket.
@@ -276,7 +276,7 @@ impl Running {
         &self,
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
-        rights: ExportRights,
+        options: ExportOptions,
     ) -> Result<ExportAddress> {
         if let Some(socket) = address.unix_socket() {
             self.sandbox().check(socket)?;
@@ -285,7 +285,7 @@ impl Running {
         if matches!(address, ExportAddress::VhostUser(_)) {
             self.backups.check_not_frozen(disk.name())?;
         }
-        self.exports.add(disk, address, rights).await
+        self.exports.add(disk, address, options).await
     }
 
     /// Stops serving an export. Its clients' requests in flight complete.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_disk::Access;
 use blockhouse_engine::Listener;
 use blockhouse_nbd::uri::{Address, Security};
@@ -23,8 +23,8 @@ pub(crate) struct RunningExport {
     pub(crate) address: ExportAddress,
     /// The name of its disk.
     pub(crate) disk: String,
-    /// The rights of its clients.
-    pub(crate) rights: ExportRights,
+    /// Its options.
+    pub(crate) options: ExportOptions,
 }
 
 /// A listening socket of NBD clients.

@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicUsize;
 
 use anyhow::{Result, bail};
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_config::setup::Setup;
 use blockhouse_engine::{EngineReport, Handle};
 use blockhouse_nbd::{Server, SocketPermissions};
@@ -106,13 +106,15 @@ impl ExportList {
         &self,
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
-        rights: ExportRights,
+        options: ExportOptions,
     ) -> Result<ExportAddress> {
         let served = Arc::clone(disk);
         let address = match address {
-            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, rights).await?),
+            ExportAddress::Nbd(uri) => {
+                ExportAddress::Nbd(self.add_nbd(uri, served, options).await?)
+            }
             ExportAddress::VhostUser(path) => {
-                self.add_device(path.clone(), served, rights.access).await?;
+                self.add_device(path.clone(), served, options.access).await?;
                 ExportAddress::VhostUser(path)
             }
             ExportAddress::Ublk(_) => bail!(

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketTls};
@@ -23,10 +23,11 @@ use crate::events::Event;
 use crate::process::blocking;
 use crate::process::kept_sockets;
 
-/// An export of a disk. It has no description: clients need not know the path of the image.
-fn export(name: String, disk: &RunningDisk, rights: ExportRights) -> Export<ImageStorage> {
-    let ExportRights { access, has_depth } = rights;
-    let (description, bitmaps) = (String::new(), disk.bitmaps.clone());
+/// An export of a disk. Its description is empty unless a user has set one. Reason: clients need
+/// not know the path of the image.
+fn export(name: String, disk: &RunningDisk, options: ExportOptions) -> Export<ImageStorage> {
+    let ExportOptions { access, has_depth, description } = options;
+    let bitmaps = disk.bitmaps.clone();
     Export { name, description, disk: Arc::clone(&disk.disk), bitmaps, access, has_depth }
 }
 
@@ -35,8 +36,8 @@ pub(crate) struct SocketOffer {
     /// The name of the export.
     pub(crate) name: String,
     pub(crate) disk: Arc<RunningDisk>,
-    /// The rights of clients.
-    pub(crate) rights: ExportRights,
+    /// The options of the export.
+    pub(crate) options: ExportOptions,
 }
 
 /// Whether a socket's clients must use TLS.
@@ -89,19 +90,19 @@ impl ExportList {
             exports.set_tls(tls);
         }
         self.max_connections.into_iter().for_each(|max| exports.limit_connections(max));
-        for SocketOffer { name, disk, rights } in &offers {
-            exports.add(export(name.clone(), disk, *rights))?;
+        for SocketOffer { name, disk, options } in &offers {
+            exports.add(export(name.clone(), disk, options.clone()))?;
         }
         let listener = Listener::new(socket).context("cannot use the socket")?;
         // The server numbers sockets in the order of its tasks. The lock keeps `number` the same.
         let mut list = self.state.lock();
         self.accept(listener.clone(), exports.clone(), connections);
-        for SocketOffer { name, disk, rights } in offers {
+        for SocketOffer { name, disk, options } in offers {
             let address = NbdUri { security, address: address.clone(), export: name };
             list.exports.push(RunningExport {
                 address: ExportAddress::Nbd(address),
                 disk: disk.name().to_owned(),
-                rights,
+                options,
             });
         }
         let number = list.served_sockets;
@@ -160,7 +161,7 @@ impl ExportList {
         &self,
         uri: NbdUri,
         disk: Arc<RunningDisk>,
-        rights: ExportRights,
+        options: ExportOptions,
     ) -> Result<NbdUri> {
         {
             let mut list = self.state.lock();
@@ -171,9 +172,9 @@ impl ExportList {
                     );
                 }
                 let uri = NbdUri { security: socket.security, ..uri };
-                socket.exports.add(export(uri.export.clone(), &disk, rights))?;
+                socket.exports.add(export(uri.export.clone(), &disk, options.clone()))?;
                 let (address, disk) = (ExportAddress::Nbd(uri.clone()), disk.name().to_owned());
-                list.exports.push(RunningExport { address, disk, rights });
+                list.exports.push(RunningExport { address, disk, options });
                 return Ok(uri);
             }
         }
@@ -187,7 +188,7 @@ impl ExportList {
             address: bound.address.clone(),
             export: export.clone(),
         };
-        let offer = SocketOffer { name: export, disk, rights };
+        let offer = SocketOffer { name: export, disk, options };
         self.serve_socket(bound, security, vec![offer], Vec::new())?;
         Ok(uri)
     }

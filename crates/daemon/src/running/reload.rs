@@ -9,7 +9,7 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::file;
 use blockhouse_config::limits::LimitsConfig;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_disk::Access;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -101,17 +101,14 @@ impl ClosedDisk {
         if new.threshold == old.threshold {
             setup.threshold = self.setup.threshold;
         }
-        // A request has given the clients of an address of the file other rights, or has added an
+        // A request has given the export at an address of the file other options, or has added an
         // address that the file has for no disk.
-        let requested =
-            self.exports.iter().filter(|RunningExport { address, rights, .. }| {
-                match new.exports.contains(address) {
-                    true => *rights != ExportRights::default(),
-                    false => {
-                        ![old].into_iter().chain(wanted).any(|one| one.exports.contains(address))
-                    }
-                }
-            });
+        let requested = self.exports.iter().filter(|RunningExport { address, options, .. }| {
+            match new.exports.contains(address) {
+                true => *options != ExportOptions::default(),
+                false => ![old].into_iter().chain(wanted).any(|one| one.exports.contains(address)),
+            }
+        });
         let requested: Vec<_> = requested.collect();
         let is_requested =
             |address: &ExportAddress| requested.iter().any(|one| one.address == *address);
@@ -147,8 +144,9 @@ impl ClosedDisk {
             watch_use(running, &open, self.write_threshold);
         }
         let name = self.name();
-        for RunningExport { address, rights, .. } in exports {
-            let added = running.add_export(name, address.clone(), *rights, (&[], None)).await;
+        for RunningExport { address, options, .. } in exports {
+            let added =
+                running.add_export(name, address.clone(), options.clone(), (&[], None)).await;
             done.failed.extend(added.err().map(|error| format!("{name}: {error:#}")));
         }
         Ok(open)
@@ -365,7 +363,7 @@ async fn add_exports(running: &Running, new: &DiskConfig, done: &mut ReloadResul
     let served = running.exports.of_disk(name);
     let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
     for address in new.exports.iter().filter(|address| !is_served(address)) {
-        match running.add_export(name, address.clone(), ExportRights::default(), (&[], None)).await
+        match running.add_export(name, address.clone(), ExportOptions::default(), (&[], None)).await
         {
             Ok(address) => done.added.push(address.to_string()),
             Err(error) => done.failed.push(format!("{name}: {error:#}")),

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use anyhow::Result;
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_config::offers::ExportRights;
+use blockhouse_config::offers::ExportOptions;
 use blockhouse_engine::spawn;
 use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
@@ -34,8 +34,8 @@ impl ExportList {
         let server = device.start(removed)?;
         let disk = disk.name().to_owned();
         let mut list = self.state.lock();
-        let (address, rights) = (ExportAddress::Ublk(id), ExportRights::default());
-        list.exports.push(RunningExport { address, disk: disk.clone(), rights });
+        let (address, options) = (ExportAddress::Ublk(id), ExportOptions::default());
+        list.exports.push(RunningExport { address, disk: disk.clone(), options });
         list.ublk.push(Arc::new(RunningUblk { disk, server }));
         Ok(())
     }

@@ -73,7 +73,7 @@ impl Service {
             let offers = offers.map(|offer| SocketOffer {
                 name: offer.name,
                 disk: Arc::clone(&disks[offer.image]),
-                rights: offer.rights,
+                options: offer.options,
             });
             let (address, exports) = (bound.address.clone(), running.exports());
             exports.serve_socket(bound, security, offers.collect(), connections)?;
@@ -198,7 +198,7 @@ impl Service {
         let place = |name: &str| disks.iter().position(|disk| disk.name() == name);
         let exports = self.running.exports().exports_at(socket).into_iter();
         let offer = |(name, export): (String, RunningExport)| {
-            Some(Offer { name, image: place(&export.disk)?, rights: export.rights })
+            Some(Offer { name, image: place(&export.disk)?, options: export.options })
         };
         exports.filter_map(offer).collect()
     }

@@ -66,6 +66,7 @@ fn offer() -> Message {
             exports: vec![("disk".into(), 0)],
             read_only: Vec::new(),
             without_depth: Vec::new(),
+            descriptions: Vec::new(),
             added: None,
         }],
         devices: vec![Device { socket: device, disk: 0, read_only: false }],
@@ -183,7 +184,11 @@ fn later_fields_are_read_as_they_were_written() {
     let said = Disk { stands_on, ..disks.remove(0) };
     let text = serde_json::to_string(&said).expect("plain values");
     assert_eq!(serde_json::from_str::<Disk>(&text).expect("it was written"), said);
-    let said = Socket { without_depth: vec!["disk".into()], ..sockets.remove(0) };
+    let said = Socket {
+        without_depth: vec!["disk".into()],
+        descriptions: vec![("disk".into(), "of the guest".into())],
+        ..sockets.remove(0)
+    };
     let text = serde_json::to_string(&said).expect("plain values");
     assert_eq!(serde_json::from_str::<Socket>(&text).expect("it was written"), said);
 }
