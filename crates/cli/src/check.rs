@@ -29,6 +29,7 @@ use crate::json_text;
 use crate::open_args::SourceCacheArgs;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
+use crate::qemu_chain::check_chain;
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
@@ -132,6 +133,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome> {
     // The image is locked, so that no other program writes to it before the check ends.
     let (path, options) = arguments.image.look_only()?;
+    check_chain(&path, &options).await?;
     let state = options.state.directory().cloned();
     let disk =
         open(&path, arguments.source_cache.apply(options).for_purpose(Purpose::Metadata)).await?;
@@ -165,6 +167,7 @@ async fn repair_image(
     let Named { path, format: said, .. } = arguments.image.to_change()?;
     let image = &*path;
     let options = arguments.image.open.read_write(image, said)?;
+    check_chain(image, &options).await?;
     let format = options.format.unwrap_or_else(|| format_by_name(image));
     match format {
         ImageFormat::Raw | ImageFormat::Luks => {

@@ -12,6 +12,7 @@ use blockhouse_config::{size, switch};
 use crate::called_as;
 use crate::create_setting::{EncryptFormat, Setting, word_of};
 use crate::foreign_options;
+use crate::format_names;
 use crate::qemu_help;
 use crate::qemu_refusals::{Refusal, is_switch, refusal};
 
@@ -203,7 +204,7 @@ fn parse_known(text: &str) -> Result<Setting, String> {
             Ok(Setting::BackingFile(value.to_owned()))
         }
         "backing_file" => Err("backing_file needs a name of 1 to 1023 bytes".to_owned()),
-        "backing_fmt" => match value.parse::<ImageFormat>() {
+        "backing_fmt" => match format_names::parse(value) {
             Ok(_) => Ok(Setting::BackingFormat(value.to_owned())),
             Err(_) => Err(wrong("raw or qcow2")),
         },

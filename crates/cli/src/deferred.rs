@@ -8,6 +8,8 @@ use std::cell::Cell;
 
 use clap::{ArgMatches, Args, Command, Error, FromArgMatches};
 
+use crate::format_names;
+
 thread_local! {
     /// Whether the options are defined at once.
     static AT_ONCE: Cell<bool> = const { Cell::new(false) };
@@ -40,7 +42,8 @@ impl<A: FromArgMatches> FromArgMatches for Deferred<A> {
 
 impl<A: Args> Args for Deferred<A> {
     fn augment_args(command: Command) -> Command {
-        if AT_ONCE.get() { A::augment_args(command) } else { command.defer(A::augment_args) }
+        let define = |command| format_names::restrict(A::augment_args(command));
+        if AT_ONCE.get() { define(command) } else { command.defer(define) }
     }
 
     fn augment_args_for_update(command: Command) -> Command {

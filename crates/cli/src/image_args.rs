@@ -114,6 +114,14 @@ impl ImageArgs {
         Some(format!("json:{name}"))
     }
 
+    /// QEMU's driver of the image, if the options name it without a format above it: `file`.
+    ///
+    /// # Errors
+    /// As [`ImageOptsArgs::resolve`].
+    pub fn driver(&self) -> Result<Option<String>> {
+        Ok(self.image_opts.resolve_to_read(&self.image, self.format)?.driver)
+    }
+
     /// As [`read_only`](Self::read_only), for a command that only examines the image.
     ///
     /// # Errors

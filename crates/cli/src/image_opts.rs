@@ -186,10 +186,11 @@ impl ImageOptsArgs {
                 let (part, is_shared, is_read_only, is_direct) = (None, false, false, false);
                 let backing_use = BackingUse::Followed;
                 let (is_compressed, space) = (false, SpaceOptions::default());
-                let (backing, context, tls) = (None, None, None);
+                let (driver, backing, context, tls) = (None, None, None, None);
                 return Ok(Named {
                     path,
                     format,
+                    driver,
                     part,
                     is_shared,
                     is_read_only,
@@ -271,6 +272,9 @@ mod tests {
             let found = named(text).unwrap();
             assert_eq!((found.path.as_path(), found.format), (Path::new(path), format), "{text}");
             assert_eq!(found.is_shared, text.contains("\"off\""), "{text}");
+            let is_bare =
+                ["driver=file", "driver=nbd"].iter().any(|driver| text.starts_with(driver));
+            assert_eq!(found.driver.is_some(), is_bare, "{text}");
         }
     }
 
@@ -280,6 +284,7 @@ mod tests {
             ("disk.qcow2", "KEY=VALUE"),
             ("driver=qcow2", "filename"),
             ("driver=quorum,file.filename=a", "quorum"),
+            ("driver=vhd,file.filename=a", "there is no format 'vhd'"),
             ("driver=qcow2,file.driver=ssh,file.filename=a", "ssh"),
             ("driver=qcow2,file.filename=a,backing.file.filename=b", "backing"),
             ("driver=raw,offset=x,file.filename=a", "offset"),

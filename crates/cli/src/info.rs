@@ -31,7 +31,7 @@ pub struct Arguments {
     #[command(flatten)]
     image: ImageArgs,
     /// Show the image and all backing files of its chain.
-    #[arg(long)]
+    #[arg(long, short)]
     backing_chain: bool,
     /// Also show the limits of requests, by QEMU's names.
     #[arg(long)]
@@ -66,6 +66,8 @@ struct Facts {
     follows: bool,
     /// The limits of requests, if the user requested them.
     limits: Option<Value>,
+    /// QEMU's driver of the image, if it is named without a format above it.
+    driver: Option<String>,
     /// The part of its file that the image occupies, if options named one.
     part: Option<FilePart>,
     virtual_size: u64,
@@ -108,6 +110,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         && called_as::is_qemu_img()
     {
         first.said_name = Some(name);
+    }
+    if let Some(first) = facts.first_mut()
+        && called_as::is_qemu_img()
+    {
+        first.driver = arguments.image.driver()?;
     }
     if arguments.limits {
         for one in &mut facts {
@@ -182,6 +189,7 @@ fn facts_of(
         vmdk: disk.image().vmdk_facts(),
         follows,
         limits: None,
+        driver: None,
         part,
         virtual_size: disk.size(),
         actual_size,
@@ -442,6 +450,14 @@ fn as_json(facts: &Facts) -> Value {
     } else if let Some(encryption) = luks_of(facts) {
         let data = luks_info::as_json(encryption.header());
         value["format-specific"] = json!({ "type": format, "data": data });
+    }
+    if let Some(driver) = &facts.driver {
+        // QEMU's node for the bytes themselves, which has none below it.
+        value["format"] = driver.as_str().into();
+        value["children"] = json!([]);
+        if facts.file_size.is_some() {
+            value["format-specific"] = json!({ "type": "file", "data": {} });
+        }
     }
     value
 }

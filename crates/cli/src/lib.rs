@@ -35,6 +35,7 @@ mod examples;
 mod foreign_create;
 mod foreign_options;
 mod foreign_target;
+mod format_names;
 mod formatting;
 mod generate;
 mod habits;
@@ -54,6 +55,7 @@ mod phases;
 mod pipe;
 mod progress;
 mod qemu_bench;
+mod qemu_chain;
 mod qemu_help;
 mod qemu_info;
 mod qemu_refusals;
@@ -232,7 +234,7 @@ pub fn run() -> ExitCode {
             let text = help.to_string();
             let text = match called_as::command_of(&called_as::words()) {
                 "" => qemu_help::of_program(text.trim_end()),
-                _ => qemu_help::of_command(text.trim_end()),
+                command => qemu_help::of_command(command, text.trim_end()),
             };
             return finish(output::print(&text).map(|()| ExitCode::SUCCESS));
         }

@@ -117,10 +117,65 @@ pub fn options_of(format: ImageFormat, has_file: bool) -> String {
     lines.join("\n")
 }
 
-/// The help of a command, without the command's word that the name of a QEMU tool implies.
-pub fn of_command(help: &str) -> String {
-    help.replace("qemu-nbd serve", "qemu-nbd")
-        .replace("qemu-storage-daemon qemu-storage-daemon", "qemu-storage-daemon")
+/// The command lines of qemu-img's commands, in the form of its help. Programs look there for an
+/// option in brackets, on the line that begins with the command.
+const SYNOPSES: &[&str] = &[
+    "amend [-f FMT | --image-opts] [-t CACHE] [--force] [-p] [-q]
+        [--object OBJDEF] -o OPTIONS FILENAME",
+    "bench [-f FMT | --image-opts] [-t CACHE] [-c COUNT] [-d DEPTH]
+        [-o OFFSET] [-s BUFFER_SIZE] [-S STEP_SIZE] [-i AIO] [-n]
+        [-w [--pattern PATTERN] [--flush-interval INTERVAL [--no-drain]]]
+        [-U] FILENAME",
+    "bitmap ( --merge SOURCE | --add | --remove | --clear |
+                --enable | --disable ).. [-f FMT | --image-opts]
+        [ -b SRC_FILENAME [-F SOURCE_FMT]] [-g SIZE[KMGTPE]] [--object OBJDEF]
+        FILENAME BITMAP",
+    "check [-f FMT | --image-opts] [-T CACHE_MODE] [-r leaks|all] [-U]
+        [--output human|json] [--object OBJDEF] FILENAME",
+    "commit [-f FMT | --image-opts] [-t CACHE_MODE] [-b BASE_IMG] [-d]
+        [-r RATE] [--object OBJDEF] FILENAME",
+    "compare [--image-opts | [-f FMT] [-F FMT]] [-s]
+        [-T CACHE] [-U] [--object OBJDEF] FILENAME1 FILENAME2",
+    "convert [-f SRC_FMT|--image-opts] [-T SRC_CACHE] [--bitmaps [--skip-broken-bitmaps]]
+        [-o TGT_OPTS|--target-image-opts] [-t TGT_CACHE] [-n]
+        [-B BACKING_FILENAME [-F BACKING_FMT]]
+        SRC_FILENAME [SRC_FILENAME2 [...]] TGT_FILENAME",
+    "create [-f FMT] [-o FMT_OPTS] [-b BACKING_FILENAME [-F BACKING_FMT]]
+        [--object OBJDEF] [-u] FILENAME [SIZE[bkKMGTPE]]",
+    "dd [-f FMT|--image-opts] [-O OUTPUT_FMT] [-U]
+        [bs=BLOCK_SIZE] [count=BLOCKS] if=INPUT of=OUTPUT",
+    "info [-f FMT | --image-opts] [-b] [-U] [--object OBJDEF]
+        [--output human|json] FILENAME",
+    "map [-f FMT | --image-opts] [--object OBJDEF] [--output human|json]
+        [--start-offset OFFSET] [--max-length LENGTH] [-U] FILENAME",
+    "measure [-f FMT|--image-opts] [-o OPTIONS] [-O OUTPUT_FMT]
+       [--output OFMT] [--object OBJDEF] [-l SNAPSHOT_PARAM]
+       (--size SIZE | FILENAME)",
+    "rebase [-f FMT | --image-opts] [-t CACHE] [-q] [-U] [-p]
+        [-b BACKING_FILENAME [-F BACKING_FMT] [-T BACKING_CACHE]] [-u]
+        [--object OBJDEF] [-c] FILENAME",
+    "resize [-f FMT | --image-opts] [--preallocation PREALLOC] [--shrink]
+        [--object OBJECTDEF] [-q] FILENAME [+-]SIZE[bkKMGTPE]",
+    "snapshot [-f FMT | --image-opts] [-l | -a|-c|-d SNAPSHOT]
+        [-U] [--object OBJDEF] FILENAME",
+];
+
+/// The help of a command, without the command's word that the name of a QEMU tool implies. Under
+/// the name qemu-img the command's line in the form of qemu-img precedes it.
+pub fn of_command(command: &str, help: &str) -> String {
+    let help = help
+        .replace("qemu-nbd serve", "qemu-nbd")
+        .replace("qemu-storage-daemon qemu-storage-daemon", "qemu-storage-daemon");
+    match synopsis(command).filter(|_| called_as::is_qemu_img()) {
+        Some(synopsis) => format!("Usage:\n\n  qemu-img {synopsis}\n\n{help}"),
+        None => help,
+    }
+}
+
+/// The command's line in [`SYNOPSES`], by this program's name of the command.
+fn synopsis(command: &str) -> Option<&'static str> {
+    let command = if command == "qemu-bench" { "bench" } else { command };
+    SYNOPSES.iter().copied().find(|line| line.split(' ').next() == Some(command))
 }
 
 /// The help of the whole program, with the lines that scripts look for.
@@ -149,6 +204,37 @@ mod tests {
         assert!(qcow2.starts_with("Supported options:\n  backing_file=<str>     - "), "{qcow2}");
         assert_eq!(qcow2.matches("preallocation=").count(), 1, "{qcow2}");
         assert!(qcow2.contains("\n  nocow=<bool (on/off)>  - "), "{qcow2}");
+    }
+
+    #[test]
+    fn every_option_of_a_synopsis_is_one_of_the_command() {
+        let root = crate::command();
+        let mut unknown = Vec::new();
+        for line in SYNOPSES {
+            let name = line.split(' ').next().expect("it begins with the command");
+            let name = if name == "bench" { "qemu-bench" } else { name };
+            assert_eq!(synopsis(name), Some(*line));
+            let command = root.find_subcommand(name).expect("there is such a command");
+            let words = line.split([' ', '[', ']', '(', ')', '|', '\n']);
+            for word in words.filter(|word| word.starts_with('-')) {
+                let is_it = |option: &clap::Arg| match word.strip_prefix("--") {
+                    Some(long) => {
+                        let aliases = option.get_all_aliases().unwrap_or_default();
+                        option.get_long() == Some(long) || aliases.contains(&long)
+                    }
+                    None => {
+                        let short = word.chars().nth(1).expect("it has a letter");
+                        let aliases = option.get_all_short_aliases().unwrap_or_default();
+                        option.get_short() == Some(short) || aliases.contains(&short)
+                    }
+                };
+                let mut options = command.get_arguments().chain(root.get_arguments());
+                if !options.any(is_it) {
+                    unknown.push(format!("{name} {word}"));
+                }
+            }
+        }
+        assert!(unknown.is_empty(), "{unknown:?}");
     }
 
     #[test]

@@ -97,6 +97,9 @@ impl Mistake<'_> {
                 ));
             }
             (ErrorKind::MissingRequiredArgument, _) => "Invalid number of arguments".to_owned(),
+            (_, "--description") => {
+                return Some(format!("export description '{value}' too long"));
+            }
             (_, "--format") => {
                 let image = self.last;
                 return Some(format!("Failed to blk_new_open '{image}': Unknown driver '{value}'"));
@@ -194,6 +197,15 @@ impl Mistake<'_> {
         let unknown = |image: &str| format!("Could not open '{image}': Unknown driver '{value}'");
         let argument = self.argument.split([' ', '<', '[', '.']).find(|word| !word.is_empty())?;
         Some(match argument.trim_end_matches([']', '>']) {
+            "--format" if ["create", "amend"].contains(&command) && self.last_but_one == "-o" => {
+                // No image is named: the options of the format are asked for.
+                format!("Unknown file format '{value}'")
+            }
+            "--source-format" if command == "dd" => {
+                let operands = [self.last_but_one, self.last];
+                unknown(operands.iter().find_map(|word| word.strip_prefix("if=")).unwrap_or(""))
+            }
+            "--format" if ["resize", "bitmap"].contains(&command) => unknown(self.last_but_one),
             "--format" | "--target-format" => match command {
                 "create" => {
                     let image = if size::parse(self.last).is_ok() { self.last_but_one } else { self.last };
@@ -244,9 +256,11 @@ fn unknown_option(argument: &str) -> Option<String> {
 
 /// The message for a text that is no number of bytes.
 fn of_size(value: &str) -> String {
-    let is_number =
-        value.trim_end_matches(['k', 'K', 'M', 'G', 'T', 'P', 'E']).parse::<f64>().is_ok();
-    if is_number {
+    let number = value.trim_end_matches(['k', 'K', 'M', 'G', 'T', 'P', 'E']);
+    // QEMU takes a fraction only with a unit, and no exponent.
+    let is_part_of_byte = number.contains('.') && number == value;
+    let is_number = number.parse::<f64>().is_ok() && !number.contains(['e', 'E']);
+    if is_number && !is_part_of_byte {
         format!("Invalid image size specified. Must be between 0 and {}.", i64::MAX)
     } else {
         format!("Invalid image size specified: '{value}'.")
@@ -303,7 +317,11 @@ mod tests {
             ("qemu-img create -f nope a.img 1M", "a.img: Unknown file format 'nope'"),
             ("qemu-img info -f nope a.img", "Could not open 'a.img': Unknown driver 'nope'"),
             ("qemu-img convert -f nope a b", "Could not open 'a': Unknown driver 'nope'"),
+            ("qemu-img create -f nope -o help", "Unknown file format 'nope'"),
+            ("qemu-img resize -f nope a 1M", "Could not open 'a': Unknown driver 'nope'"),
+            ("qemu-img dd -f nope if=a of=b", "Could not open 'a': Unknown driver 'nope'"),
             ("qemu-img create a 1X", "Invalid image size specified: '1X'."),
+            ("qemu-img create a 1.5", "Invalid image size specified: '1.5'."),
             ("qemu-img create a 8E", "Must be between 0 and 9223372036854775807."),
             ("qemu-img create a 1M 2M", "Unexpected argument: 2M"),
             ("qemu-img resize a 1M 2M", "Extra argument(s) in command line"),

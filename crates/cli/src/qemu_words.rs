@@ -48,7 +48,7 @@ impl Typed {
             return Some(exact(format!("Backing file '{name}' creates an infinite loop.")));
         }
         let error: &Error = error.chain().find_map(|cause| cause.downcast_ref())?;
-        if let Some(text) = of_chain(&text, &self.command) {
+        if let Some(text) = self.of_chain(&text) {
             return Some(exact(text));
         }
         let path = error.path()?;
@@ -82,19 +82,62 @@ impl Typed {
                 format!("{name}: error while converting {format}: {reason}")
             }
             ("serve", _) => format!("Failed to blk_new_open '{name}': {reason}"),
-            _ => {
-                // QEMU prints the options as they were typed.
-                let options = self.words.iter().find(|word| {
-                    word.split(',').any(|part| part.strip_prefix("file.filename=") == Some(name))
-                });
-                let name = options.map_or(name, String::as_str);
-                format!("Could not open '{name}': {reason}")
-            }
+            _ => format!("Could not open '{}': {reason}", self.as_typed(name)),
         }
+    }
+
+    /// The options that name this image, or its name. QEMU prints options as they were typed.
+    fn as_typed<'a>(&'a self, name: &'a str) -> &'a str {
+        let options = self.words.iter().find(|word| {
+            word.split(',').any(|part| part.strip_prefix("file.filename=") == Some(name))
+        });
+        options.map_or(name, String::as_str)
     }
 
     fn has(&self, word: &str) -> bool {
         self.words.iter().any(|typed| typed == word)
+    }
+
+    /// The message for a file further down the chain that cannot be opened.
+    fn of_chain(&self, text: &str) -> Option<String> {
+        let (_, mut rest) = text.split_once(BEHIND)?;
+        let mut images = Vec::new();
+        loop {
+            let (chain, error) = rest.split_once(": ")?;
+            images.extend(chain.split(" -> "));
+            rest = error;
+            // The error of a chain that begins with a backing file.
+            let Some(below) = rest.strip_prefix(BEHIND) else { break };
+            rest = below;
+        }
+        let (name, why) = rest.split_once(": ")?;
+        // The file was opened, but its lock or its image was not.
+        images.pop_if(|last| *last == name);
+        let reason = if why.contains("the image is locked") {
+            let in_use = |lock| {
+                format!("Failed to get {lock} lock\nIs another process using the image [{name}]?")
+            };
+            // QEMU opens the base for reading first, beside other readers.
+            if self.command == "commit" && why.contains("keeping others from") {
+                return Some(in_use("\"write\""));
+            }
+            in_use("shared \"write\"")
+        } else if why.contains("No such file or directory") {
+            format!("Could not open '{name}': No such file or directory")
+        } else if why.contains("Permission denied") {
+            format!("Could not open '{name}': Permission denied")
+        } else {
+            same(why)?.to_owned()
+        };
+        if self.command == "info" {
+            return Some(format!("Could not open '{name}': {reason}"));
+        }
+        let first = images.first()?;
+        let left_out =
+            |image: &&str| image.strip_prefix('(')?.strip_suffix(" more)")?.parse::<usize>().ok();
+        let count: usize = images.iter().map(|image| left_out(image).unwrap_or(1)).sum();
+        let behind = "Could not open backing file: ".repeat(count);
+        Some(format!("Could not open '{}': {behind}{reason}", self.as_typed(first)))
     }
 
     /// Whether the command would change the image of this name.
@@ -248,25 +291,13 @@ fn of_amendment(text: &str) -> Option<String> {
     }
 }
 
-/// The message for a file further down the chain that cannot be opened.
-fn of_chain(text: &str, command: &str) -> Option<String> {
-    let (_, rest) = text.split_once("cannot open what is behind ")?;
-    let (chain, rest) = rest.split_once(": ")?;
-    let (name, why) = rest.split_once(": ")?;
-    let reason = if why.contains("No such file or directory") {
-        format!("Could not open '{name}': No such file or directory")
-    } else if why.contains("Permission denied") {
-        format!("Could not open '{name}': Permission denied")
-    } else {
-        same(why)?.to_owned()
-    };
-    if command == "info" {
-        return Some(format!("Could not open '{name}': {reason}"));
-    }
-    let mut images = chain.split(" -> ");
-    let first = images.next()?;
-    let behind = "Could not open backing file: ".repeat(images.count() + 1);
-    Some(format!("Could not open '{first}': {behind}{reason}"))
+/// The text of an error of a file below the first one of a chain, before the names of the files.
+const BEHIND: &str = "cannot open what is behind ";
+
+/// Whether the error is one of a file below the first one of a chain, or of the whole chain.
+pub fn is_of_chain(error: &Error) -> bool {
+    let text = error.to_string();
+    text.contains(BEHIND) || text.contains("the backing files form a loop")
 }
 
 /// This program's texts, and QEMU's texts for the same error.
@@ -463,6 +494,31 @@ mod tests {
         ] {
             assert_eq!(said(line, anyhow::anyhow!(error)), words, "{line}");
         }
+        let locked = |doing: &str| {
+            let what = "cannot open what is behind a: b: the image is locked: process 1 is ";
+            Error::new(ErrorKind::Locked, format!("{what}{doing}"))
+        };
+        let words = "Failed to get shared \"write\" lock\nIs another process using the image [b]?";
+        for line in ["qemu-img commit a", "qemu-img convert -O raw a c", "qemu-img check a"] {
+            let behind = format!("Could not open 'a': Could not open backing file: {words}");
+            assert_eq!(said(line, locked("writing to it")), behind, "{line}");
+        }
+        for (chain, count) in [
+            ("a -> b", 1),
+            ("a: cannot open what is behind c -> b", 2),
+            ("a -> c -> (3 more) -> d -> b", 6),
+        ] {
+            let what = format!("cannot open what is behind {chain}: b: not a qcow2 image");
+            let behind = "Could not open backing file: ".repeat(count);
+            assert_eq!(
+                said("qemu-img check a", Error::new(ErrorKind::Corrupt, what)),
+                format!("Could not open 'a': {behind}Image is not in qcow2 format")
+            );
+        }
+        assert_eq!(
+            said("qemu-img commit a", locked("keeping others from writing to it")),
+            "Failed to get \"write\" lock\nIs another process using the image [b]?"
+        );
         let behind = Error::new(
             ErrorKind::InvalidInput,
             "cannot open what is behind a -> b: c: cannot open: No such file or directory (os error 2)",

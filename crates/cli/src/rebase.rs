@@ -14,6 +14,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::called_as;
 use crate::create::wrong_usage;
+use crate::format_names;
 use crate::image_args::{resolve_relative, tell_if_not_free};
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs, TargetCacheArgs};
@@ -62,7 +63,7 @@ pub struct Arguments {
 
 /// Checks a format's name. The name is stored as typed, because QEMU has several names for raw.
 fn parse_backing_format(name: &str) -> Result<String, String> {
-    name.parse::<ImageFormat>().map(|_| name.to_owned())
+    format_names::parse(name).map(|_| name.to_owned())
 }
 
 /// Runs the command.

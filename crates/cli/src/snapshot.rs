@@ -16,6 +16,7 @@ use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
 use crate::open_args::{OpenArgs, look_locking, of_metadata};
 use crate::output;
+use crate::qemu_chain::check_chain;
 use crate::snapshot_list::{as_json, as_qemu_table, as_text};
 use blockhouse_daemon::control::{Connection, Listed};
 use serde_json::{Value, json};
@@ -333,6 +334,7 @@ async fn open(image: &Image, access: Access) -> Result<ImageDisk> {
             (named.path, options)
         }
     };
+    check_chain(&path, &options).await?;
     // Only the image's tables are needed.
     let options = options.for_purpose(Purpose::Image);
     let opened = blockhouse_disk::open(&path, options).await;

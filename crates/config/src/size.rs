@@ -42,9 +42,9 @@ pub fn parse_new(text: &str) -> Result<NewSize, String> {
 }
 
 /// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024; KiB and so on
-/// mean the same). A count with a unit may have a fraction (1.5G); the result is rounded down to a
-/// whole byte. A count without a unit may be hexadecimal (0x10000). Leading blanks are ignored, as
-/// by `strtoull`.
+/// mean the same). A count with a unit may have a fraction (1.5G); the result is rounded to the
+/// nearest byte, as in QEMU. A count without a unit may be hexadecimal (0x10000). Leading blanks
+/// are ignored, as by `strtoull`.
 ///
 /// # Errors
 /// The reason why the text is no size.
@@ -56,23 +56,35 @@ pub fn parse(text: &str) -> Result<u64, String> {
         let bytes = number.and_then(|digits| u64::from_str_radix(digits, 16).ok());
         return bytes.filter(|&bytes| i64::try_from(bytes).is_ok()).ok_or_else(|| HOW.into());
     }
-    let number = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let number = text.trim_end_matches(|c: char| !c.is_ascii_digit() && c != '.');
     let exponent = exponent_of(&text[number.len()..])?;
-    let (whole, fraction) = match number.split_once('.') {
-        Some((whole, fraction)) if exponent > 0 && fraction.len() <= 18 => (whole, fraction),
-        Some(_) => return Err(HOW.into()),
-        None => (number, ""),
-    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let is_number = |digits: &str| digits.bytes().all(|c| c.is_ascii_digit());
-    if whole.is_empty() || !is_number(whole) || !is_number(fraction) {
+    if whole.len() + fraction.len() == 0 || !is_number(whole) || !is_number(fraction) {
+        return Err(HOW.into());
+    }
+    let part = fraction_of(fraction);
+    if exponent == 0 && part > 0 {
         return Err(HOW.into());
     }
     let unit = 1u128 << (10 * exponent);
-    let part = fraction.parse::<u128>().unwrap_or(0) * unit / 10u128.pow(fraction.len() as u32);
-    let bytes = whole.parse::<u64>().ok().map(|whole| u128::from(whole) * unit + part);
+    let whole = if whole.is_empty() { Ok(0) } else { whole.parse::<u64>() };
+    let bytes = whole.ok().map(|whole| u128::from(whole) * unit + ((part * unit + HALF) >> 64));
     // File offsets are signed.
     let bytes = bytes.and_then(|bytes| i64::try_from(bytes).ok());
     bytes.map(i64::cast_unsigned).ok_or_else(|| "too large".into())
+}
+
+/// One half, in 1 / 2^64.
+const HALF: u128 = 1 << 63;
+
+/// The number 0.DIGITS in 1 / 2^64; only zeros make 0. The digits are read as a floating-point
+/// number, because QEMU reads them so (`do_strtosz`), and both round in the same way.
+fn fraction_of(digits: &str) -> u128 {
+    const ONE: f64 = 18_446_744_073_709_551_616.0;
+    let fraction: f64 = format!("0.{digits}0").parse().unwrap_or(0.0);
+    let has_value = digits.bytes().any(|digit| digit != b'0');
+    ((fraction * ONE) as u128).max(has_value.into())
 }
 
 /// Which power of 1024 a unit stands for.
@@ -129,11 +141,29 @@ mod tests {
     }
 
     #[test]
-    fn fractions_of_a_unit_are_whole_bytes() {
-        assert_eq!(parse("1.5G"), Ok(3 << 29));
-        assert_eq!(parse("0.25K"), Ok(256));
-        assert_eq!(parse("0.0001K"), Ok(0));
-        assert_eq!(parse("7.999999999999999999E").map(|size| size >> 43), Ok((1 << 20) - 1));
+    fn fractions_are_rounded_to_the_nearest_byte() {
+        for (text, bytes) in [
+            ("1.5G", 3 << 29),
+            ("0.25K", 256),
+            ("0.0001K", 0),
+            ("1.8T", 1_979_120_929_997),
+            ("0.3G", 322_122_547),
+            ("1.1M", 1_153_434),
+            ("2.7k", 2765),
+            ("0.00048828125K", 1),
+            ("0.00048828124K", 0),
+            ("1.23456789T", 1_357_421_750_334),
+            ("1.9999999999999999999G", 2 << 30),
+            ("7.999E", 9_222_219_115_350_168_960),
+            // QEMU's forms: a side of the dot without digits, and zeros without a unit.
+            (".5G", 1 << 29),
+            ("1.G", 1 << 30),
+            ("3.000", 3),
+            ("1.0000000000000000000G", 1 << 30),
+        ] {
+            assert_eq!(parse(text), Ok(bytes), "{text}");
+        }
+        assert!(parse("7.999999999999999999E").is_err());
     }
 
     #[test]
@@ -158,15 +188,15 @@ mod tests {
             "0x10K",
             "0xffffffffffffffff",
             "1.5",
-            ".5G",
-            "1.G",
+            "0.9B",
+            "1.00000000000000000000000000001",
+            ".G",
             "1.5.5G",
             "-1",
             "8E",
             "1X",
             "1GB",
             "1iB",
-            "1.0000000000000000000G",
             "99999999999999999999",
             "G1",
             "1 G",

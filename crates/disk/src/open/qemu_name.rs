@@ -43,6 +43,9 @@ pub struct QemuName {
     pub path: PathBuf,
     /// `None` if the file's name decides.
     pub format: Option<ImageFormat>,
+    /// The driver of the bytes themselves (`file`, `nbd`), if the options name it without a format
+    /// above it.
+    pub driver: Option<String>,
     /// The part of the file that holds the image.
     pub part: Option<FilePart>,
     /// Whether it must not be locked.
@@ -102,6 +105,7 @@ impl QemuName {
         Some(path.map(|path| Self {
             path,
             format: None,
+            driver: None,
             part: None,
             is_shared: false,
             is_read_only: false,
@@ -237,6 +241,8 @@ impl Options {
             Some("file" | "host_device" | "nbd" | "rbd" | "null-co" | "null-aio") => {
                 (Some(ImageFormat::Raw), "")
             }
+            // This program's own name of `vpc`.
+            Some(name @ "vhd") => return Err(format!("there is no format '{name}': name it vpc")),
             Some(name) => (Some(name.parse::<ImageFormat>()?), "file."),
             None => (None, "file."),
         };
@@ -244,6 +250,7 @@ impl Options {
             "" => driver.clone(),
             _ => self.take("file.driver"),
         };
+        let is_bare = prefix.is_empty();
         let mut part = match driver.as_deref() {
             Some("raw") => self.part("")?,
             _ => None,
@@ -266,6 +273,7 @@ impl Options {
         Ok(QemuName {
             path,
             format,
+            driver: driver.filter(|_| is_bare),
             part,
             is_shared: locking.iter().any(|value| value == "off"),
             is_read_only: read_only.iter().any(|value| value == "on"),
