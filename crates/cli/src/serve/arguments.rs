@@ -5,7 +5,7 @@ use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use blockhouse_config::control_socket::ControlSocket;
 use blockhouse_config::disk::{DiskConfig, OnFullName, check_bitmaps, check_filling};
 use blockhouse_config::file;
@@ -493,14 +493,18 @@ impl Arguments {
             return Ok(());
         }
         let [image] = &mut self.images[..] else { refuse("-s is of one image") };
-        if self.part.is_some() || self.snapshot.is_some() {
-            refuse("-s is of a whole image; leave offset= and -l out");
+        if self.snapshot.is_some() {
+            refuse("-s is of an image as it is; leave -l out");
         }
         let base = std::path::absolute(&*image)?;
         let format = self.format.unwrap_or_else(|| format_by_name(&base));
+        let name = match self.part.take() {
+            Some(part) => part.name_of(&base, format).map_err(|why| anyhow!(why))?.into(),
+            None => base.clone(),
+        };
         let file = format!("blockhouse-{}.qcow2", std::process::id());
         let overlay = std::env::temp_dir().join(file);
-        make_overlay(&overlay, &base, format, self.references.allowed_paths()?)?;
+        make_overlay(&overlay, &name, format, self.references.allowed_paths()?)?;
         let file = File::options().read(true).write(true).open(&overlay);
         let removed = std::fs::remove_file(&overlay).and(file);
         let file = removed.with_context(|| format!("{}: cannot be used", overlay.display()))?;

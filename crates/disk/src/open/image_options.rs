@@ -6,6 +6,7 @@ use std::str::FromStr;
 use blockhouse_core::Durability;
 use blockhouse_engine::{OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
+use serde_json::json;
 
 use super::allowed_paths::AllowedPaths;
 use super::unlock::Secrets;
@@ -230,6 +231,28 @@ pub struct FilePart {
     pub offset: u64,
     /// The length in bytes; `None`: up to the end.
     pub size: Option<u64>,
+}
+
+impl FilePart {
+    /// The name, in QEMU's syntax, of the image of this format in this part of a file.
+    ///
+    /// # Errors
+    /// The path is not UTF-8.
+    pub fn name_of(self, file: &Path, format: ImageFormat) -> Result<String, String> {
+        let Some(path) = file.to_str() else {
+            return Err(format!("{}: the name must be UTF-8", file.display()));
+        };
+        let file = json!({ "driver": "file", "filename": path });
+        let mut part = json!({ "driver": "raw", "offset": self.offset, "file": file });
+        if let Some(size) = self.size {
+            part["size"] = size.into();
+        }
+        let name = match format {
+            ImageFormat::Raw => part,
+            format => json!({ "driver": format.as_str(), "file": part }),
+        };
+        Ok(format!("json:{name}"))
+    }
 }
 
 /// Whether an image may name an image on another server as its backing file. Reason to refuse: an
