@@ -185,7 +185,7 @@ fn commands_tell_another_server_that_they_leave() {
         let scratch = Scratch::new();
         let copy = scratch.path("copy.raw");
         let target = if words.starts_with("convert") { str(&copy) } else { "" };
-        let line = format!("{} {words} \"$uri\" {target}", str(&blockhouse()));
+        let line = format!("{} {words} \"$uri\" {target}", str(blockhouse()));
         let kit = ["-v", "-U", "-", "memory", "4M", "--run", &line];
         let log = run(tool("nbdkit").args(kit)).success().stderr;
         assert!(log.contains("client sent NBD_CMD_DISC"), "{words}: {log}");
