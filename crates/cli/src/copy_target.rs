@@ -3,7 +3,7 @@
 //! Guarantees: a new image gets its name when it is complete and durable, never before; until then
 //! the copy is in `TARGET.part` beside it. An existing target is not changed, unless the options
 //! request that it be replaced (atomically, at the very end) or overwritten in place. Under the
-//! name qemu-img a copy has its name from its start, and an existing file keeps its inode.
+//! name qemu-img a copy to a name that is free has that name from its start.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -233,30 +233,14 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     }
     check_new_name(path)?;
     Ok(match is_there {
-        true if is_at_its_name_at_once() || keeps_its_place(path) => Existing::InPlace,
+        true if keeps_its_place(path) => Existing::InPlace,
         true => Existing::Replaced(lock_for_writing(path)?),
         false => Existing::None,
     })
 }
 
-/// Refuses a target that is in use, or has bytes of a source. Called before it is emptied.
-///
-/// # Errors
-/// `Locked`; as [`check_new_apart`].
-pub fn check_free<'a>(
-    path: &Path,
-    is_there: bool,
-    mut sources: impl Iterator<Item = &'a ImageDisk>,
-) -> blockhouse_core::Result<()> {
-    if is_there {
-        drop(lock_for_writing(path)?);
-    }
-    sources.try_for_each(|source| check_new_apart(path, source))
-}
-
-/// Whether a copy has its name from its start. Callers of qemu-img remove that file after a
-/// failure, and no other; a profile may allow qemu-img no other file; an existing file has links,
-/// labels and readers.
+/// Whether a copy to a free name has that name from its start. Callers of qemu-img remove that file
+/// after a failure, and no other, and a profile may allow qemu-img no other file.
 pub fn is_at_its_name_at_once() -> bool {
     called_as::is_qemu_img()
 }
@@ -433,11 +417,12 @@ impl TargetSpec<'_> {
     /// An image that has its name from its start: the existing file, emptied, if `is_there`.
     async fn fill_at_its_name(self, is_there: bool) -> Result<Target> {
         let path = self.path.to_owned();
-        check_free(&path, is_there, self.sources.iter().copied())?;
+        self.sources.iter().try_for_each(|source| check_new_apart(&path, source))?;
         let file = NewFile { is_in_place: is_there, ..create_options::new_file(&self.settings) };
         let disk = self.make(&path, file).await?;
-        let finish = Finish::in_place(path);
-        let content = self.content_of_new();
+        // The data file of the image may be an existing file, so it may be a source.
+        self.check_apart(&disk)?;
+        let (content, finish) = (self.content_of_new(), Finish::in_place(path));
         Ok(Target { disk: Arc::new(disk), content, is_new: true, finish })
     }
 

@@ -1,7 +1,7 @@
 //! Copies of disks that become images of other programs' formats.
 //!
 //! Guarantees: those of [`copy_target`](crate::copy_target), except that a failed copy leaves no
-//! new file, because a partial copy cannot be resumed.
+//! file, because a partial copy cannot be resumed.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,8 +14,7 @@ use blockhouse_format::{ForeignKind, NewForeignOptions};
 use blockhouse_storage::Location;
 
 use crate::copy_target::{
-    Existing, Finish, How, IfThere, check_free, copy_to, existing, is_at_its_name_at_once,
-    tell_of_sectors,
+    Existing, Finish, How, IfThere, copy_to, existing, is_at_its_name_at_once, tell_of_sectors,
 };
 use crate::foreign_create::begin;
 use crate::progress::Progress;
@@ -67,19 +66,16 @@ impl ForeignTarget<'_> {
         if !matches!(Location::of(path)?, Location::File(_)) || is_device(path) {
             bail!("{}: a {} image is made as a file", path.display(), kind.as_str());
         }
-        let is_at_once = is_at_its_name_at_once();
-        let (is_in_place, replaced) = match existing(path, if_there)? {
-            Existing::None => (false, None),
-            Existing::Replaced(file) => (false, Some(file)),
-            Existing::InPlace if is_at_once => (true, None),
+        let replaced = match existing(path, if_there)? {
+            Existing::None => None,
+            Existing::Replaced(file) => Some(file),
             Existing::InPlace => bail!(
                 "{}: is mounted, or its folder takes no new file; a {} image is made as a new file",
                 path.display(),
                 kind.as_str()
             ),
         };
-        let (part, finish) = if is_at_once {
-            check_free(path, is_in_place, parts.iter().map(|(source, _)| &**source))?;
+        let (part, finish) = if replaced.is_none() && is_at_its_name_at_once() {
             (path.to_owned(), Finish::in_place(path.to_owned()))
         } else {
             let part = part_of(path);
@@ -89,7 +85,6 @@ impl ForeignTarget<'_> {
             let finish = Finish::of_part(path, &part, replaced, if_there);
             (part, finish)
         };
-        let file = NewFile { is_in_place, ..file };
         let image = Arc::new(event_loop.block_on(begin(&part, path, kind, options, file))?);
         let is_stream = image.stream_unit().is_some();
         let job = |max_in_flight| CopyJob::to_new_image(parts, &image, parent, max_in_flight);
@@ -101,9 +96,7 @@ impl ForeignTarget<'_> {
                 (Err(error), _) => Err(error),
             };
             if copied.is_err() {
-                if !is_in_place {
-                    remove_created(&part).await;
-                }
+                remove_created(&part).await;
                 return copied;
             }
             finish.end(Ok(())).await

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{ImageDisk, ImageFormat};
+use blockhouse_disk::{ImageDisk, ImageFormat, check_new_apart};
 use blockhouse_engine::EventLoop;
 use blockhouse_format::ForeignKind;
 
@@ -34,6 +34,7 @@ impl VmdkFiles {
         (if_there, how, open): (IfThere, How, &OpenArgs),
     ) -> Result<()> {
         existing(&self.path, if_there)?;
+        parts.iter().try_for_each(|(source, _)| check_new_apart(&self.path, source))?;
         self.remove_descriptor()?;
         for file in &self.files {
             let path = &self.path.with_file_name(&file.name);

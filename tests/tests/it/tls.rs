@@ -139,6 +139,24 @@ fn a_server_that_has_to_check_clients_starts_only_with_an_authority() {
 }
 
 #[test]
+fn clients_are_checked_also_when_the_authority_was_removed() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.x509("required");
+    let authority = host.pki.folder().join("ca-cert.pem");
+    fs::rename(&authority, authority.with_extension("old")).unwrap();
+    server.signal(Signal::HUP);
+    let told = || server.log().contains("clients are checked by it");
+    assert!(eventually(Duration::from_secs(30), told), "{}", server.log());
+    let nameless = host.scratch.path("nameless");
+    fs::create_dir(&nameless).unwrap();
+    fs::copy(host.client.join("ca-cert.pem"), nameless.join("ca-cert.pem")).unwrap();
+    nbdinfo(&by_certificate(&server, &nameless)).failure("");
+    nbdinfo(&by_certificate(&server, &host.client)).success();
+    server.stop();
+}
+
+#[test]
 fn credentials_are_objects_as_qemu_names_them() {
     require!(need::tools(&TOOLS));
     let host = Host::new();

@@ -92,7 +92,7 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
     let folder = folder.unwrap_or(Path::new("."));
     let synced = match File::open(folder) {
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-            File::open(path).and_then(|file| Ok(rustix::fs::syncfs(file)?))
+            File::open(path).map_err(|_| error).and_then(|file| Ok(rustix::fs::syncfs(file)?))
         }
         opened => opened.and_then(|folder| folder.sync_all()),
     };

@@ -84,9 +84,16 @@ impl TlsServer {
     /// Reads the files again. New connections use the new content.
     ///
     /// # Errors
-    /// As [`load`](Self::load); then the earlier files stay in use.
+    /// As [`load`](Self::load), also if clients were checked and would not be checked from now on;
+    /// then the earlier files stay in use.
     pub fn reload(&self) -> Result<(), TlsError> {
         let secrets = Arc::new(Secrets::read(&self.files)?);
+        if let (TlsFiles::Certificates(folder), ClientCheck::None) = (&self.files, &secrets.check)
+            && self.has_client_check()
+        {
+            let why = "is missing, and clients are checked by it; start the server again to serve any client";
+            return Err(file_error(&folder.join("ca-cert.pem"), why));
+        }
         let old = std::mem::replace(&mut *self.current.write(), secrets);
         self.check_allowed().inspect_err(|_| *self.current.write() = old)
     }

@@ -25,7 +25,7 @@ impl Handler {
     }
 }
 
-/// The handlers of a queue, at most one for each entry of its ring.
+/// The handlers of a queue, at most one for each request that may be in flight.
 pub struct Handlers {
     idle: RefCell<Vec<Rc<Handler>>>,
     count: Cell<usize>,

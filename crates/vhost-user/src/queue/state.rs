@@ -80,7 +80,7 @@ impl<S: Storage> Queue<S> {
             access,
             serial,
             cache,
-            handlers: Handlers::new(virtqueue.entries()),
+            handlers: Handlers::new(virtqueue.entries().min(QUEUE_LIMITS.requests)),
             virtqueue: RefCell::new(virtqueue),
             limits,
             error_handler,
