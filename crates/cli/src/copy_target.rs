@@ -407,7 +407,6 @@ impl TargetSpec<'_> {
             IfThere::Resume => (self.open_partial(&part).await?, TargetContent::Unknown),
             _ => (self.create_new(&part).await?, self.content_of_new()),
         };
-        // The data file of the image may be an existing file, so it may be a source.
         self.check_apart(&disk)?;
         let finish = Finish::of_part(self.path, &part, replaced_file, self.if_there);
         let finish = Finish { can_resume: self.can_resume, ..finish };
@@ -420,8 +419,6 @@ impl TargetSpec<'_> {
         self.sources.iter().try_for_each(|source| check_new_apart(&path, source))?;
         let file = NewFile { is_in_place: is_there, ..create_options::new_file(&self.settings) };
         let disk = self.make(&path, file).await?;
-        // The data file of the image may be an existing file, so it may be a source.
-        self.check_apart(&disk)?;
         let (content, finish) = (self.content_of_new(), Finish::in_place(path));
         Ok(Target { disk: Arc::new(disk), content, is_new: true, finish })
     }
@@ -481,6 +478,11 @@ impl TargetSpec<'_> {
             ImageFormat::Qcow2 => {
                 let options = create_options::qcow2(self.size, self.settings.clone());
                 let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
+                // An existing data file is emptied, and may be a source.
+                if let Some(data) = &options.data_file {
+                    let data = resolve_relative(part, &data.name);
+                    self.sources.iter().try_for_each(|source| check_new_apart(&data, source))?;
+                }
                 let encryption = chosen_encryption(&self.settings);
                 let secret = create_options::key_secret(&self.settings);
                 options.encryption = self.open.keys().new_encryption(encryption, secret)?;
@@ -562,7 +564,6 @@ impl TargetSpec<'_> {
             IfThere::Resume => (self.open_partial(path).await?, TargetContent::Unknown),
             _ => (self.make(path, NewFile::default()).await?, self.content_of_new()),
         };
-        // The data file of the image may be an existing file, so it may be a source.
         self.check_apart(&disk)?;
         let finish = Finish::in_place(path.to_owned());
         Ok(Target { disk: Arc::new(disk), content, is_new: false, finish })
