@@ -407,7 +407,6 @@ impl TargetSpec<'_> {
             IfThere::Resume => (self.open_partial(&part).await?, TargetContent::Unknown),
             _ => (self.create_new(&part).await?, self.content_of_new()),
         };
-        self.check_apart(&disk)?;
         let finish = Finish::of_part(self.path, &part, replaced_file, self.if_there);
         let finish = Finish { can_resume: self.can_resume, ..finish };
         Ok(Target { disk: Arc::new(disk), content, is_new: true, finish })
@@ -416,7 +415,7 @@ impl TargetSpec<'_> {
     /// An image that has its name from its start: the existing file, emptied, if `is_there`.
     async fn fill_at_its_name(self, is_there: bool) -> Result<Target> {
         let path = self.path.to_owned();
-        self.sources.iter().try_for_each(|source| check_new_apart(&path, source))?;
+        self.check_new_apart(&path)?;
         let file = NewFile { is_in_place: is_there, ..create_options::new_file(&self.settings) };
         let disk = self.make(&path, file).await?;
         let (content, finish) = (self.content_of_new(), Finish::in_place(path));
@@ -480,8 +479,7 @@ impl TargetSpec<'_> {
                 let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
                 // An existing data file is emptied, and may be a source.
                 if let Some(data) = &options.data_file {
-                    let data = resolve_relative(part, &data.name);
-                    self.sources.iter().try_for_each(|source| check_new_apart(&data, source))?;
+                    self.check_new_apart(&resolve_relative(part, &data.name))?;
                 }
                 let encryption = chosen_encryption(&self.settings);
                 let secret = create_options::key_secret(&self.settings);
@@ -503,6 +501,7 @@ impl TargetSpec<'_> {
         check_left(part, "copy").await?;
         let advice = || format!("{}: cannot be resumed; remove it", part.display());
         let disk = self.open_target(part).await.with_context(advice)?;
+        self.check_apart(&disk)?;
         if disk.size() != self.size {
             bail!(
                 "{}: is a disk of {} bytes, and the source has {}: it is no part of this copy; \
@@ -564,7 +563,6 @@ impl TargetSpec<'_> {
             IfThere::Resume => (self.open_partial(path).await?, TargetContent::Unknown),
             _ => (self.make(path, NewFile::default()).await?, self.content_of_new()),
         };
-        self.check_apart(&disk)?;
         let finish = Finish::in_place(path.to_owned());
         Ok(Target { disk: Arc::new(disk), content, is_new: false, finish })
     }
@@ -608,6 +606,11 @@ impl TargetSpec<'_> {
     /// Refuses a target that shares a file with a source; called before anything is written.
     fn check_apart(&self, target: &ImageDisk) -> blockhouse_core::Result<()> {
         self.sources.iter().try_for_each(|source| check_apart(target, source))
+    }
+
+    /// As [`check_apart`](Self::check_apart), for a file that is to be made or emptied.
+    fn check_new_apart(&self, file: &Path) -> blockhouse_core::Result<()> {
+        self.sources.iter().try_for_each(|source| check_new_apart(file, source))
     }
 
     async fn open_target(&self, path: &Path) -> Result<ImageDisk> {

@@ -75,8 +75,8 @@ fn find(id: &str, is_of_client: bool) -> Result<TlsObject> {
 /// The folder with a server's certificates, or its file of keys, from the object of this name.
 ///
 /// # Errors
-/// There is no server object of this name; clients are to be checked, which is the default, and the
-/// folder has no `ca-cert.pem`; or they are not, and it has one.
+/// No server object has this name; the folder lacks `ca-cert.pem`, by which clients are checked
+/// unless the object says `verify-peer=no`; the folder has that file, and the object says so.
 pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
     let ClientTls { folder, kind } = find(id, false)?.tls;
     let Kind::Certificates { verifies_peer } = kind else {

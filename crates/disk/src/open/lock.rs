@@ -16,6 +16,7 @@ use blockhouse_engine::{
     HostFile, OpenMode, PageCache, is_byte_locked, lock_byte_shared, unlock_byte,
     wait_until_released,
 };
+use rustix::fs::{AtFlags, StatxFlags, statx};
 
 use super::same_bytes::check_alone;
 use crate::options::Access;
@@ -269,9 +270,9 @@ fn lock_owner(file: BorrowedFd<'_>, byte: u64) -> Option<LockOwner> {
 /// `stat` has another device for a file of btrfs, one for each subvolume. `None` if this process
 /// does not see the mount.
 fn mounted_device(file: BorrowedFd<'_>) -> Option<(u32, u32)> {
-    let about = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd())).ok()?;
-    let mount = about.lines().find_map(|line| line.strip_prefix("mnt_id:"))?.trim();
-    device_of_mount(&fs::read_to_string("/proc/self/mountinfo").ok()?, mount)
+    let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    device_of_mount(&mounts, &found.stx_mnt_id.to_string())
 }
 
 /// The device of the mount with this id in the text of `/proc/self/mountinfo` (see `proc(5)`).
