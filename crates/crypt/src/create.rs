@@ -19,18 +19,36 @@ const MAX_ITERATIONS: u32 = 1 << 24;
 /// Iterations by which the machine's speed is measured.
 const SAMPLE: u32 = 1 << 14;
 
+/// The work that it takes to derive the key of a new slot, and so to try a secret.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyWork {
+    /// About this time on this machine.
+    Time(Duration),
+    /// Iterations of PBKDF2. The number is limited like that for a time: 1000 to 2^24.
+    Iterations(u32),
+}
+
+impl KeyWork {
+    fn iterations(self, secret: &Secret) -> u32 {
+        match self {
+            Self::Time(time) => iterations_for(secret, time),
+            Self::Iterations(count) => count.clamp(MIN_ITERATIONS, MAX_ITERATIONS),
+        }
+    }
+}
+
 /// The LUKS 1 header for a new image, with its key areas: AES-256-XTS, a random key, and one slot,
-/// which `secret` opens. Deriving the slot's key takes about `time` on this machine. This call
-/// takes about as long, so do not call it on an event loop.
+/// which `secret` opens. Deriving the slot's key takes `work`. This call takes about as long, so do
+/// not call it on an event loop.
 ///
 /// # Errors
 /// The kernel gives no random numbers or no memory.
-pub fn create_header(secret: &Secret, time: Duration) -> Result<Vec<u8>> {
-    build(secret, time).map_err(|error| Error::host("cannot make a key", error))
+pub fn create_header(secret: &Secret, work: KeyWork) -> Result<Vec<u8>> {
+    build(secret, work).map_err(|error| Error::host("cannot make a key", error))
 }
 
-fn build(secret: &Secret, time: Duration) -> std::io::Result<Vec<u8>> {
-    let iterations = iterations_for(secret, time);
+fn build(secret: &Secret, work: KeyWork) -> std::io::Result<Vec<u8>> {
+    let iterations = work.iterations(secret);
     let mut key = LockedBytes::new(NewLuks::KEY)?;
     fill_random(&mut key)?;
     let mut header = NewLuks {

@@ -24,7 +24,7 @@ mod unlock;
 mod xts;
 
 pub use cipher::SectorCipher;
-pub use create::create_header;
+pub use create::{KeyWork, create_header};
 pub use key_slots::{new_slot, slot_wipe, slots_of};
 pub use secret::{MAX_SECRET, Secret};
 pub use unlock::{aes_of_password, unlock};

@@ -2,8 +2,10 @@
 //! these programs read what it writes. A container that cannot be opened gets one line, soon and
 //! with little memory.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 use blockhouse_tests::image_tool::{command, json as printed, qemu_img, str};
 use blockhouse_tests::{
@@ -12,6 +14,11 @@ use blockhouse_tests::{
 
 pub(crate) const SIZE: usize = 4 << 20;
 const KEY: &[u8] = b"not a line\nbut a key\n";
+/// The content of the disk of all fixtures.
+static DISK: LazyLock<Vec<u8>> = LazyLock::new(|| random_bytes(&mut seeded(), SIZE));
+/// The containers that qemu-img has made of the disk, by their options: it measures the machine for
+/// two seconds of processor time before it makes one.
+static CONTAINERS: Mutex<BTreeMap<String, Arc<OnceLock<Vec<u8>>>>> = Mutex::new(BTreeMap::new());
 
 /// Two key files and a disk.
 pub(crate) struct Fixture {
@@ -22,11 +29,11 @@ pub(crate) struct Fixture {
 
 impl Fixture {
     pub(crate) fn new() -> Self {
-        let (scratch, mut random) = (Scratch::new(), seeded());
+        let scratch = Scratch::new();
         let key = scratch.path("key");
         std::fs::write(&key, KEY).expect("a key");
         std::fs::write(scratch.path("other"), b"not the key").expect("another key");
-        let disk = scratch.image_of("disk.raw", &random_bytes(&mut random, SIZE));
+        let disk = scratch.image_of("disk.raw", &DISK);
         Self { scratch, key, disk }
     }
 
@@ -36,10 +43,17 @@ impl Fixture {
 
     /// A container that qemu-img makes of the disk.
     pub(crate) fn of_qemu(&self, name: &str, options: &str) -> PathBuf {
-        let (image, secret) = (self.scratch.path(name), secret(&self.key));
-        let options = format!("key-secret=key,iter-time=10{options}");
-        let words = ["convert", "-f", "raw", "-O", "luks", "--object", &secret, "-o", &options];
-        make_by_qemu(&[&words[..], &[self.disk.str(), str(&image)]].concat());
+        let image = self.scratch.path(name);
+        let of_options =
+            CONTAINERS.lock().expect("no panic").entry(options.to_owned()).or_default().clone();
+        let container = of_options.get_or_init(|| {
+            let (made, secret) = (self.scratch.path("made.luks"), secret(&self.key));
+            let options = format!("key-secret=key,iter-time=10{options}");
+            let words = ["convert", "-f", "raw", "-O", "luks", "--object", &secret, "-o", &options];
+            make_by_qemu(&[&words[..], &[self.disk.str(), str(&made)]].concat());
+            std::fs::read(made).expect("it was made")
+        });
+        std::fs::write(&image, container).expect("a copy");
         image
     }
 

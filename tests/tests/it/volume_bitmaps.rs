@@ -407,7 +407,7 @@ impl Answered {
     /// taken as it is.
     fn check(&mut self, disk: &[u8]) {
         for (index, block) in disk.chunks(BLOCK).enumerate() {
-            let is_there = block.iter().all(|byte| *byte == self.blocks[index]);
+            let is_there = *block == [self.blocks[index]; BLOCK];
             assert!(is_there || self.last == Some(index), "block {index} is not what was answered");
         }
         if let Some(index) = self.last.take() {

@@ -27,6 +27,14 @@ impl DataEncryption {
         }
     }
 
+    /// The iterations of PBKDF2 that trying a secret takes; `None` if no slot has PBKDF2.
+    pub(crate) fn iterations(&self) -> Option<u32> {
+        match self {
+            Self::Unlocked(cipher) => cipher.encryption.luks()?.header().iterations(),
+            Self::None | Self::Locked => None,
+        }
+    }
+
     /// The alignment for storage and cipher. The cipher needs whole sectors, and accepts memory of
     /// any alignment.
     pub(crate) fn alignment(&self, storage: Alignment) -> Alignment {

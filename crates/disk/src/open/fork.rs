@@ -352,8 +352,8 @@ impl<'a> Steps<'a> {
         let part = part_of(path);
         let backing = Some(self.backing_of(path));
         let encryption = if self.fork.disk.image().has_encrypted_layer() {
-            let secrets = &self.fork.options.secrets;
-            let header = secrets.create_overlay_header(&path.to_string_lossy()).await?;
+            let (name, image) = (path.to_string_lossy(), self.fork.disk.image());
+            let header = self.fork.options.secrets.create_overlay_header(&name, &image).await?;
             Some(NewEncryption::Luks(header))
         } else {
             None

@@ -7,14 +7,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_crypt::{Secret, aes_of_password, create_header, unlock};
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_crypt::{KeyWork, Secret, aes_of_password, create_header, unlock};
 use futures_channel::oneshot;
 
 use super::image_disk::{ImageDisk, StoredImage};
+use crate::Image;
 
-/// The time that deriving the key of a fork's overlay takes: the default for a new image.
-const OVERLAY_KEY_TIME: Duration = Duration::from_secs(2);
+/// The work of a new image, for the overlay of a disk whose key is derived in another way.
+const USUAL_WORK: KeyWork = KeyWork::Time(Duration::from_secs(2));
 
 /// The secrets for encrypted images: each is tried on each encrypted image of a chain.
 #[derive(Clone, Debug, Default)]
@@ -65,14 +66,24 @@ impl Secrets {
     /// # Errors
     /// As there; `InvalidInput` if there is no such secret.
     pub fn create_header(&self, index: usize, time: Duration) -> Result<Vec<u8>> {
-        create_header(self.get(index)?, time)
+        create_header(self.get(index)?, KeyWork::Time(time))
     }
 
-    /// As [`create_header`](Self::create_header) of the first secret, without blocking the event
-    /// loop of the current thread.
-    pub(super) async fn create_overlay_header(&self, name: &str) -> Result<Vec<u8>> {
+    /// The LUKS header of a new overlay over `image`. The first secret unlocks it. Does not block
+    /// the event loop of the current thread.
+    ///
+    /// To try a secret takes as many iterations as with `image`: the secret is the same, so more of
+    /// them would protect nothing, and each fork would take longer than the user has chosen.
+    pub(super) async fn create_overlay_header<S: Storage>(
+        &self,
+        name: &str,
+        image: &Image<S>,
+    ) -> Result<Vec<u8>> {
         let secret = Arc::clone(self.get(0)?);
-        derived(move || create_header(&secret, OVERLAY_KEY_TIME), name).await?
+        let layers = image.layer().layers();
+        let work = layers.filter_map(|layer| layer.encryption.iterations()).next();
+        let work = work.map_or(USUAL_WORK, KeyWork::Iterations);
+        derived(move || create_header(&secret, work), name).await?
     }
 
     /// Checks that the secret of this index exists, for a new image that would be encrypted with

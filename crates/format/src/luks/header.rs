@@ -42,6 +42,18 @@ pub struct LuksHeader {
     pub slot_offsets: Vec<u64>,
 }
 
+impl LuksHeader {
+    /// The most iterations of PBKDF2 that a slot has; `None` if no slot has PBKDF2.
+    pub fn iterations(&self) -> Option<u32> {
+        let keys = self.slots.iter().filter_map(|slot| slot.key.as_ref().ok());
+        let iterations = keys.filter_map(|key| match key.kdf {
+            LuksKdf::Pbkdf2 { iterations, .. } => Some(iterations),
+            LuksKdf::Argon2 { .. } => None,
+        });
+        iterations.max()
+    }
+}
+
 /// A key slot: the disk's key, encrypted by a passphrase.
 #[derive(Clone, Debug)]
 pub struct LuksSlot {
