@@ -28,7 +28,7 @@ use crate::create::{
     wrong_usage,
 };
 use crate::create_options;
-use crate::create_setting::Setting;
+use crate::create_setting::{self, Setting};
 use crate::formatting;
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;
@@ -433,10 +433,7 @@ impl TargetSpec<'_> {
     }
 
     fn backing_name(&self) -> Option<&str> {
-        self.settings.iter().find_map(|setting| match setting {
-            Setting::BackingFile(name) => Some(name.as_str()),
-            _ => None,
-        })
+        create_setting::backing_file(&self.settings)
     }
 
     /// An empty image.

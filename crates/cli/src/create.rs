@@ -1,11 +1,14 @@
 //! `blockhouse create`: new images.
 //!
-//! Guarantees: a file that exists is not changed, except what an interrupted creation left (and any
-//! file if the program is called qemu-img), a new image is durable when the command ends, and a
-//! command that fails leaves no file with the image's name. A qcow2 image overwrites a block device
-//! only after checks that nothing uses the device and that the metadata fits; the device's old
-//! bytes are not visible in the new disk. A raw disk on a block device is the device itself, and
-//! keeps its content. Unknown or contradictory options are wrong usage: nothing is created.
+//! Guarantees:
+//! - An existing file is not changed, unless an interrupted creation left it. Under the name
+//!   qemu-img any file is overwritten.
+//! - A new image is durable when the command ends. A command that fails leaves no file with the
+//!   image's name.
+//! - A qcow2 image overwrites a block device only after checks that nothing uses the device and
+//!   that the metadata fits. The device's old bytes are not visible in the new disk. A raw disk on
+//!   a block device is the device itself, and keeps its content.
+//! - Unknown or contradictory options fail before anything is created.
 
 use std::path::{Path, PathBuf};
 
@@ -24,7 +27,7 @@ use blockhouse_storage::ImageStorage;
 
 use crate::called_as;
 use crate::create_options::{self, ChosenEncryption, Settings};
-use crate::create_setting::Setting;
+use crate::create_setting::{self, Setting};
 use crate::foreign_create;
 use crate::foreign_options;
 use crate::formatting;
@@ -45,15 +48,11 @@ pub struct Arguments {
     /// raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of
-    /// raw: preallocation. Of luks: key-secret, iter-time. Of qcow2: cluster_size, compat,
-    /// refcount_bits, lazy_refcounts, extended_l2, compression_type, preallocation, backing_file,
-    /// backing_fmt, data_file, data_file_raw, encrypt.format, encrypt.iter-time.
+    /// Options as NAME=VALUE,...; a comma in a value is written twice. '-o help' lists them.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,
-    /// The image's backing file (qcow2), found from the image's folder: the same as -o
-    /// backing_file=FILE.
+    /// The image's backing file (qcow2), relative to the image's folder: as -o backing_file=FILE.
     #[arg(long, short, value_name = "FILE", value_parser = create_options::parse_backing_file)]
     backing: Option<Setting>,
     /// The format of the backing file, which is never guessed: the same as -o backing_fmt=FORMAT.
@@ -68,8 +67,8 @@ pub struct Arguments {
     allow: AllowPathArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone. On a block device
-    /// it replaces all data; a raw disk is the device itself, and keeps its data.
+    /// The new image: a path, or rbd:POOL/IMAGE. An existing file is not changed. On a block device
+    /// a qcow2 image replaces all data, and a raw disk keeps it.
     image: Option<PathBuf>,
     /// The size of the disk: 512, 64K, 1.5G, 1T. It is rounded up to a multiple of 512. Left out:
     /// the backing file's size.
@@ -84,7 +83,9 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     };
     settings.extend(arguments.backing.take());
     settings.extend(arguments.backing_format.take());
-    let Some(image) = arguments.image.take() else { wrong_usage("which image to make is missing") };
+    let Some(image) = arguments.image.take() else {
+        wrong_usage("no image is named: blockhouse create IMAGE SIZE")
+    };
     let size = match (arguments.size, create_options::size_of(&settings)) {
         (Some(_), Some(_)) => wrong_usage("the image size must be specified only once"),
         (said, option) => said.or(option),
@@ -99,7 +100,8 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         Some(named) => named.map_err(|why| anyhow!("{}: {why}", image.display()))?.path,
         None => image,
     };
-    // The image's other files are found from the folder of the name as given, as at each opening.
+    // Other files of the image are relative to the folder of the name as given, as when the image
+    // is opened. The file itself is made where a link leads.
     let given = image;
     let image = behind_links(&given);
     arguments.size = size;
@@ -192,17 +194,17 @@ fn refuse_own_name(image: &Path, settings: &[Setting]) -> Result<()> {
     Ok(())
 }
 
-/// Reports that the size of a disk is missing, with another way to give it, and ends the program.
+/// Ends the program with an error for a missing size. `other` names another way to give it.
 fn size_is_missing(image: &Path, other: &str) -> ! {
     if called_as::is_qemu_img() {
         wrong_usage(&format!("{}: Image creation needs a size parameter", image.display()))
     } else {
-        wrong_usage(&format!("the size is missing: 512, 64K, 20G{other}"))
+        wrong_usage(&format!("the size is missing: add one (512, 64K, 20G){other}"))
     }
 }
 
 impl Arguments {
-    /// The options of a qcow2 image; the size is 0 if the backing file's size is used.
+    /// The options of a qcow2 image. The size is 0 if it is to be that of the backing file.
     fn qcow2_options(
         &self,
         named: &Path,
@@ -244,12 +246,9 @@ impl Arguments {
     }
 }
 
-/// The error for a missing backing file. Only under the name qemu-img.
+/// The error for a missing backing file; `None` unless the program is called qemu-img.
 fn missing_backing(named: &Path, image: &Path, settings: &[Setting]) -> Option<String> {
-    let name = settings.iter().rev().find_map(|setting| match setting {
-        Setting::BackingFile(name) => Some(name),
-        _ => None,
-    })?;
+    let name = create_setting::backing_file(settings)?;
     if !called_as::is_qemu_img() || is_address(name.as_bytes()) || QemuName::of(name).is_some() {
         return None;
     }
@@ -262,13 +261,10 @@ fn missing_backing(named: &Path, image: &Path, settings: &[Setting]) -> Option<S
     })
 }
 
-/// The message for a backing file without its format. Only under the name qemu-img.
+/// The error for a backing file without its format; `None` unless the program is called qemu-img.
 fn missing_format(image: &Path, settings: &[Setting]) -> Option<String> {
     let has_format = settings.iter().any(|one| matches!(one, Setting::BackingFormat(_)));
-    let name = settings.iter().rev().find_map(|setting| match setting {
-        Setting::BackingFile(name) => Some(name),
-        _ => None,
-    })?;
+    let name = create_setting::backing_file(settings)?;
     if !called_as::is_qemu_img() || has_format || is_address(name.as_bytes()) {
         return None;
     }
@@ -301,11 +297,11 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
     }
     if mode.is_some() {
         bail!(
-            "{name}: Unsupported preallocation mode: a device has its space; leave preallocation out"
+            "{name}: Unsupported preallocation mode: the space of a block device is allocated; leave preallocation out"
         );
     }
     if has < size {
-        bail!("{name}: is a device of {has} bytes, and {size} are needed; use a larger one");
+        bail!("{name}: the device has {has} bytes, and the disk needs {size}; use a larger device");
     }
     if !called_as::is_qemu_img() {
         output::tell(&format!("blockhouse: {name}: is a device, and keeps what is on it"));
@@ -319,7 +315,9 @@ pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     let rounded = size.next_multiple_of(512);
     if rounded != size && !called_as::is_qemu_img() {
         let image = image.display();
-        output::tell(&format!("blockhouse: {image}: rounded up to whole sectors: {rounded} bytes"));
+        output::tell(&format!(
+            "blockhouse: {image}: the size is rounded up to a multiple of 512: {rounded} bytes"
+        ));
     }
     rounded
 }
@@ -344,7 +342,7 @@ pub fn wrong_usage(why: &str) -> ! {
         Some(words) => format!("{}: {words}", called_as::own_name()),
         None => format!("error: {why}\n\nFor more information, try '--help'."),
     });
-    // In a server, a separate thread writes the log lines.
+    // In a server, a separate thread writes the log lines, and the exit would drop the last ones.
     logging::flush();
     std::process::exit(called_as::wrong_usage_status())
 }
@@ -380,8 +378,8 @@ pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) 
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// As [`create_raw`], but a new file has another name until its space is allocated, so that a file
-/// with the image's name is complete. If the final rename fails, the other file remains.
+/// As [`create_raw`], under a temporary name until the space is allocated. Reason: after a crash, a
+/// file with the image's name is complete. If the rename fails, the temporary file remains.
 async fn create_whole_raw(
     image: &Path,
     size: u64,
@@ -408,9 +406,9 @@ async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Resu
         // A file system without a size reports 0 free bytes.
         Ok(Some(free)) if 0 < free && free < bytes => {
             let (bytes, free) = (size::show(bytes), size::show(free));
-            let what = format!("its space is {bytes}, and the file system has {free} left");
+            let what = format!("preallocation needs {bytes}, and the file system has {free} free");
             let error = Error::new(ErrorKind::NoSpace, what);
-            Err(error.on(storage.name()).hint("make room, or leave preallocation out"))
+            Err(error.on(storage.name()).hint("free some space, or leave preallocation out"))
         }
         _ => Ok(()),
     }
@@ -440,8 +438,8 @@ pub async fn create_raw(
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// Cuts the file of an image without data after its L1 table, instead of after the cluster, as
-/// qemu-img does.
+/// Truncates a new image to the end of its L1 table, as qemu-img does. An image with anything after
+/// the cluster of the L1 table stays as it is.
 fn cut_after_l1(image: &Path) -> std::io::Result<()> {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(image)?;
     let mut header = [0; 48];
@@ -466,8 +464,9 @@ pub fn allocate_first_block(image: &Path, size: u64) -> blockhouse_core::Result<
     written.map_err(|error| failed(error).on(&image.display().to_string()))
 }
 
-/// Makes a new qcow2 image. Prints a message for each file that the image names and that commands
-/// open only with an option. `progress` counts L2 tables and allocated space.
+/// Creates a qcow2 image, after it has opened the backing file as a check. Prints a message for
+/// each file of the image that commands open only with `--allow-path` or `--allow-remote`.
+/// `progress` counts L2 tables and allocated space.
 ///
 /// # Errors
 /// The error names the file. An unfinished image is removed.
@@ -519,7 +518,12 @@ async fn make_qcow2(
         note_data_file(image, name);
     }
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
-    let filled = fill_qcow2(place, data_path.as_deref(), options, progress).await;
+    let data = data_path.as_deref().map(|path| {
+        // qemu-img overwrites both files.
+        let is_in_place = called_as::is_qemu_img() && path.is_file();
+        (path, NewFile { is_in_place, ..file })
+    });
+    let filled = fill_qcow2(place, data, options, progress).await;
     or_removed(place, filled).await?;
     if called_as::is_qemu_img() && place.is_file() {
         cut_after_l1(place)
@@ -533,7 +537,7 @@ async fn make_qcow2(
         && !tell_if_not_free(image, name, "data file")
     {
         output::tell(&format!(
-            "blockhouse: {}: its data file '{}' is not named after it, as disk.raw is after disk.qcow2: commands write to it only with --allow-path",
+            "blockhouse: {}: commands write to its data file '{}' only with --allow-path; a name like the image's (disk.raw for disk.qcow2) needs none",
             image.display(),
             String::from_utf8_lossy(name)
         ));
@@ -541,12 +545,12 @@ async fn make_qcow2(
     Ok(())
 }
 
-/// Makes the empty `image` a qcow2 image, with a new data file if `data` names one. A data file
-/// that could not be finished is removed. A block device as the data file keeps its size; as a raw
-/// data file it also keeps its content.
+/// Writes a qcow2 image to the empty file `image`, and creates the data file at `data`, if there is
+/// one. After an error the data file is removed. A block device as the data file keeps its size; as
+/// a raw data file it also keeps its content.
 async fn fill_qcow2(
     image: &Path,
-    data: Option<&Path>,
+    data: Option<(&Path, NewFile)>,
     options: &qcow2::CreateOptions,
     progress: &ToolProgress,
 ) -> blockhouse_core::Result<()> {
@@ -555,14 +559,12 @@ async fn fill_qcow2(
         Preallocation::Falloc | Preallocation::Full => options.size,
         Preallocation::Off | Preallocation::Metadata => 0,
     };
-    let Some(path) = data else {
+    let Some((path, file)) = data else {
         check_room(&storage, space).await?;
         qcow2::create_with(&storage, None, options, progress).await?;
         return storage.close().await;
     };
-    // qemu-img overwrites both files.
-    let is_in_place = called_as::is_qemu_img() && path.is_file();
-    create_as(path, 0, ImageFormat::Raw, NewFile { is_in_place, ..called_as::new_file() }).await?;
+    create_as(path, 0, ImageFormat::Raw, file).await?;
     let finish = async {
         let data = open_created(path).await?;
         check_room(&data, space).await?;
@@ -576,8 +578,8 @@ async fn fill_qcow2(
 /// cannot be opened would be useless.
 ///
 /// # Errors
-/// Also an error that names the new image, if its path is another name of the backing file or of a
-/// file further down the chain, because creating the image would overwrite that file.
+/// The backing file cannot be opened; or the path of the new image leads to the backing file or to
+/// a file below it, which creating the image would overwrite.
 pub async fn open_backing(
     image: &Path,
     backing: &Backing,
@@ -591,7 +593,7 @@ pub async fn open_backing(
     let options =
         ImageOptions { locking: Locking::None, allowed_paths, ..read_only(format, StateUse::Off) };
     let options = options.in_part(part);
-    let failed = || format!("{}: no backing file", image.display());
+    let failed = || format!("{}: cannot open its backing file", image.display());
     if options.format == Some(ImageFormat::Raw) && part.is_none() {
         check_raw_backing(&path).await.with_context(failed)?;
     }

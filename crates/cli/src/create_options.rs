@@ -10,7 +10,7 @@ use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch
 use blockhouse_config::{size, switch};
 
 use crate::called_as;
-use crate::create_setting::{EncryptFormat, Setting, word_of};
+use crate::create_setting::{EncryptFormat, Setting, name_and_value};
 use crate::foreign_options;
 use crate::format_names;
 use crate::qemu_help;
@@ -458,7 +458,7 @@ fn not_of_qcow2(name: &str) -> String {
 
 /// The message of qemu-img for an option that raw images do not have.
 fn not_of_raw(setting: &Setting) -> String {
-    match (setting, word_of(setting)) {
+    match (setting, name_and_value(setting)) {
         (Setting::BackingFile(_) | Setting::BackingFormat(_), _) => {
             "Backing file not supported for file format 'raw'".to_owned()
         }

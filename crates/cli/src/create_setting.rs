@@ -7,9 +7,9 @@ use crate::qemu_refusals::Refusal;
 /// A kind of encryption of the guest's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EncryptFormat {
-    /// Without LUKS: the password is the key.
+    /// QEMU's encryption before LUKS (`encrypt.format=aes`): the password is the key.
     Aes,
-    /// With keys in a header.
+    /// LUKS: the header of the image has the encrypted key.
     Luks,
 }
 
@@ -46,7 +46,7 @@ pub enum Setting {
     EncryptIterTime(u32),
     /// The name of the secret that opens the image.
     KeySecret(String),
-    /// An option of LUKS with the only value that new images have.
+    /// An option of LUKS that has no effect: new images have this value, or do not use it.
     UsualLuks,
     /// Whether copy-on-write is turned off for the file (`nocow`), on a file system such as btrfs.
     NoCopyOnWrite(Switch),
@@ -54,14 +54,16 @@ pub enum Setting {
     ExtentSize(u32),
     /// The size of the disk in bytes.
     Size(u64),
-    /// An option of a foreign format, with a valid value.
+    /// The name of an option of a foreign format, and its valid value.
     Foreign(&'static str, String),
-    /// Under the name qemu-img: a value that is refused when the image is made.
+    /// An unknown option or a wrong value, under the name qemu-img only. Reason: qemu-img reports
+    /// it when it creates the image, not when it parses the command line.
     Refused(Refusal),
 }
 
-/// The name and the value of an option, as on the command line; `None` if it is not shown.
-pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
+/// The name and the value of an option in qemu-img's line "Formatting"; `None` if that line omits
+/// the option.
+pub fn name_and_value(setting: &Setting) -> Option<(&'static str, String)> {
     let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
     Some(match setting {
         Setting::ClusterSize(size) => ("cluster_size", size.to_string()),
@@ -96,5 +98,13 @@ pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
         Setting::Encrypt(EncryptFormat::Luks) => ("encrypt.format", "luks".to_owned()),
         Setting::EncryptionSwitch(on) => ("encryption", switch(on)),
         Setting::UsualLuks | Setting::Size(_) => return None,
+    })
+}
+
+/// The name of the backing file, if an option gives it; the last option is used.
+pub fn backing_file(settings: &[Setting]) -> Option<&str> {
+    settings.iter().rev().find_map(|setting| match setting {
+        Setting::BackingFile(name) => Some(name.as_str()),
+        _ => None,
     })
 }

@@ -11,7 +11,7 @@ use blockhouse_format::qcow2::Preallocation;
 use blockhouse_format::{ForeignKind, NewForeignOptions, Subformat};
 
 use crate::called_as;
-use crate::create_setting::{Setting, word_of};
+use crate::create_setting::{Setting, backing_file, name_and_value};
 use crate::qemu_refusals;
 
 /// Option names, each with the formats that have the option.
@@ -146,10 +146,7 @@ fn subformat(kind: ForeignKind, value: &str) -> Result<Subformat, String> {
 
 /// The parent (backing file) of the new image, with its format.
 pub fn parent_of(settings: &[Setting]) -> Option<Backing> {
-    let name = settings.iter().rev().find_map(|setting| match setting {
-        Setting::BackingFile(name) => Some(name.clone().into_bytes()),
-        _ => None,
-    })?;
+    let name = backing_file(settings)?.as_bytes().to_vec();
     let format = settings.iter().rev().find_map(|setting| match setting {
         Setting::BackingFormat(format) => Some(format.clone()),
         _ => None,
@@ -159,7 +156,7 @@ pub fn parent_of(settings: &[Setting]) -> Option<Backing> {
 
 fn not_of(kind: ForeignKind, setting: &Setting) -> String {
     let format = kind.as_str();
-    match (setting, word_of(setting)) {
+    match (setting, name_and_value(setting)) {
         (Setting::BackingFile(_) | Setting::BackingFormat(_), _) => {
             format!("Backing file not supported for file format '{format}'")
         }

@@ -6,7 +6,7 @@ use std::path::Path;
 use blockhouse_disk::ImageFormat;
 use blockhouse_format::ForeignKind;
 
-use crate::create_setting::{Setting, word_of};
+use crate::create_setting::{Setting, name_and_value};
 use crate::{called_as, output};
 
 /// Prints the line if the program is called qemu-img, except with `--quiet`.
@@ -85,7 +85,7 @@ fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> S
     let mut line = format!("Formatting '{}', fmt={}", image.display(), format.as_str());
     for (name, usual) in options_of(format) {
         let said = settings.iter().rev().find_map(|setting| {
-            let (key, value) = word_of(setting)?;
+            let (key, value) = name_and_value(setting)?;
             let key = key.strip_prefix("encrypt.").unwrap_or(key);
             (key == name.strip_prefix("encrypt.").unwrap_or(name)).then_some(value)
         });
@@ -102,7 +102,7 @@ fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> S
 
 /// The preallocation mode as the user types it; the last one is used.
 pub fn preallocation_of(settings: &[Setting]) -> Option<String> {
-    let words = settings.iter().rev().filter_map(word_of);
+    let words = settings.iter().rev().filter_map(name_and_value);
     words.filter(|(name, _)| *name == "preallocation").map(|(_, value)| value).next()
 }
 

@@ -9,11 +9,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use blockhouse_engine::wait_readable;
+use blockhouse_engine::{peer_process, wait_readable};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
-use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::error::Error;
 
@@ -56,9 +55,8 @@ impl Server {
             Err(_) => return Ok(Found::Unknown),
             Ok(client) => client,
         };
-        let listener = socket_peercred(&client).map(|listener| listener.pid);
-        let Ok(listener) = listener else { return Ok(Found::Unknown) };
-        let process = listener.as_raw_nonzero().get();
+        let Ok(Some(process)) = peer_process(&client) else { return Ok(Found::Unknown) };
+        let Some(listener) = Pid::from_raw(process) else { return Ok(Found::Unknown) };
         match pidfd_open(listener, PidfdFlags::empty()) {
             // The server has ended meanwhile.
             Err(Errno::SRCH) => Ok(Found::Ended),

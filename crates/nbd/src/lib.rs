@@ -1,8 +1,8 @@
 //! NBD (layer 4): the protocol, and a server for disks.
 //!
-//! A [`Server`] accepts clients at any number of sockets. The clients of a socket see only its
-//! [`Exports`]. [`Limits`] bounds their resource use. A drain ends the server in an orderly way:
-//! every request in flight gets its reply.
+//! A [`Server`] accepts clients at any number of sockets. Each socket has [`Exports`] of its own,
+//! and its clients see only these. [`Limits`] bounds their resource use. [`Server::drain`] stops
+//! the server after every request in flight has got its reply.
 //!
 //! ```
 //! use std::io::Read;
@@ -48,9 +48,9 @@
 //! ```
 //!
 //! [`proto`], [`handshake`], [`command`], [`status_payload`] and [`uri`] parse and encode bytes,
-//! and do no I/O. The [`Server`] and the transmission phase use these modules. Neither depends on
-//! an image format or an I/O engine, because both convert the protocol into requests for a
-//! [`Disk`](blockhouse_disk::Disk).
+//! and do no I/O. The [`Server`] and the transmission phase use these modules. They turn commands
+//! into requests for a [`Disk`](blockhouse_disk::Disk), so they know no image format, and of the
+//! engine only sockets and event loops.
 #![forbid(unsafe_code)]
 
 mod bitmap;

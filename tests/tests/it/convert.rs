@@ -276,7 +276,7 @@ fn bad_requests_are_refused_in_one_line_and_leave_nothing() {
         (
             &["convert", "-O", "qcow2", "-o", "backing_file=a,backing_fmt=raw", raw, target_name],
             1,
-            "no backing file",
+            "cannot open its backing file",
         ),
         (
             &[&to_raw[..], &["--resume", raw, target_name]].concat(),

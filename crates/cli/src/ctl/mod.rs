@@ -30,9 +30,9 @@ use crate::side_file_args::SideFileArgs;
 /// Arguments of `ctl`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The control socket of the server: that of its --control.
+    /// The server's control socket, as given to its --control.
     socket: PathBuf,
-    /// Print what the server answers, as JSON.
+    /// Print the server's answer as JSON.
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]
@@ -86,15 +86,14 @@ enum Action {
         /// Bytes (10G), a percentage of the total space (10%), or off.
         threshold: String,
     },
-    /// Give a disk another size, and tell its guests.
+    /// Resize a disk, and notify its guests.
     Resize {
         /// The disk's name.
         disk: String,
         /// The new size: 512, 64K, 20G, 1T; or the change of it: +10G, -10G.
         #[arg(value_parser = size::parse_new, allow_hyphen_values = true)]
         size: NewSize,
-        /// Allow a smaller size: the data beyond it is lost. The disk must have no exports
-        /// meanwhile.
+        /// Allow a smaller size. The data past the new end is lost. The disk must have no exports.
         #[arg(long)]
         shrink: bool,
     },
@@ -113,8 +112,8 @@ enum Action {
     Limit {
         /// The disk's name.
         disk: String,
-        /// The new limits; a rate that is left out is unlimited. group=NAME: join that group. Rates
-        /// beside it become the group's limits.
+        /// The new limits; a rate that is left out is unlimited. With group=NAME the disk joins
+        /// that group, and rates that are given become the group's limits.
         #[arg(value_name = "KEY=VALUE,...|off")]
         limits: LimitsConfig,
     },
@@ -131,15 +130,16 @@ enum Action {
         #[command(subcommand)]
         action: SnapshotAction,
     },
-    /// Fork disks at one moment: each continues in a new qcow2 overlay. Other disks can be made
-    /// over the same layer. A disk in Ceph continues in its image, and others are clones of it.
+    /// Fork disks at one moment. Each disk continues in a new qcow2 overlay, and its former image
+    /// becomes a read-only backing file, of other new disks too. A disk in Ceph keeps its image;
+    /// the new disks are clones of it.
     Fork(Fork),
     /// Return a disk to its state at its last fork. Everything written since is lost, and its
     /// overlay is removed.
     Rollback {
         /// The disk's name.
         disk: String,
-        /// Also while clients use the disk. They then read other bytes than they have cached.
+        /// Roll back even while clients use the disk. Their caches then no longer match the disk.
         #[arg(long)]
         force: bool,
     },
@@ -203,7 +203,7 @@ enum Action {
 struct Open {
     /// The image.
     path: PathBuf,
-    /// The disk's name, unlike all others. Left out: the name of the image's file.
+    /// The disk's name, which no other disk may have. Left out: the name of the image's file.
     #[arg(long)]
     name: Option<String>,
     /// The image's format; left out, the file's name decides (docs/formats.md; otherwise raw).
@@ -218,7 +218,7 @@ struct Open {
     /// The effect of a guest's discards: unmap or ignore.
     #[arg(long)]
     discard: Option<String>,
-    /// Writes of nothing but zeros: off, on or unmap.
+    /// Convert writes of zeros to zero writes: off, on, or unmap (which also frees their space).
     #[arg(long)]
     detect_zeroes: Option<String>,
     #[command(flatten)]
@@ -237,7 +237,7 @@ struct Open {
     /// Serve the disk as it was when this snapshot was taken, for reading only.
     #[arg(long)]
     snapshot: Option<String>,
-    /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
+    /// Create the image with this size if it does not exist (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
     /// Offer this persistent bitmap of the image to NBD clients (qemu:dirty-bitmap:NAME). May be
@@ -283,10 +283,10 @@ struct Copying {
 /// The speed of a job in the background, and its name.
 #[derive(clap::Args)]
 struct Background {
-    /// The most bytes a second that are copied in the background: 100M, 1G.
+    /// Maximum bytes per second in the background: 100M, 1G; 0: no limit.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     speed: Option<u64>,
-    /// The new job's name, unlike all others. Left out: any name.
+    /// The new job's name, which no other job may have. Left out: the server chooses one.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
 }
@@ -304,7 +304,7 @@ struct Commit {
     /// one of the chain.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
-    /// Remove the files that the chain has left.
+    /// Remove the files that are no longer part of the chain.
     #[arg(long)]
     delete: bool,
     /// Allow the data of an encrypted image to be stored unencrypted in the backing file.
@@ -323,7 +323,7 @@ struct Stream {
     /// then drop those layers.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
-    /// Remove the files that the chain has left.
+    /// Remove the files that are no longer part of the chain.
     #[arg(long, requires = "base")]
     delete: bool,
     #[command(flatten)]
@@ -349,7 +349,7 @@ enum JobAction {
     Resume,
     /// Limit the rate of copying in the background.
     Speed {
-        /// The most bytes a second: 100M, 1G; 0: no limit.
+        /// Maximum bytes per second: 100M, 1G; 0: no limit.
         #[arg(value_parser = size::parse)]
         speed: u64,
     },
@@ -359,16 +359,16 @@ enum JobAction {
 
 #[derive(clap::Subcommand)]
 enum SnapshotAction {
-    /// Tell which snapshots there are.
+    /// List the snapshots.
     List {
         /// The disk's name.
         disk: String,
     },
-    /// Take a snapshot. Its guests go on.
+    /// Take a snapshot while the disk's guests continue.
     Create {
         /// The disk's name.
         disk: String,
-        /// The new name: 1 to 255 bytes, unlike all others.
+        /// The new name: 1 to 255 bytes, which no other snapshot of the disk has.
         name: String,
     },
     /// Delete a snapshot.
@@ -620,14 +620,15 @@ impl Open {
 }
 
 fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
-    serde_json::from_str(text).map_err(|error| format!("not an object of JSON: {error}"))
+    serde_json::from_str(text)
+        .map_err(|error| format!("the parameters are not a JSON object: {error}"))
 }
 
 /// Prints what an address without a scheme means, because an NBD client cannot use such an address.
 fn tell_of_kind(address: &str) {
     if !address.contains("://") && !output::is_quiet() {
         output::tell(&format!(
-            "blockhouse: {address}: a socket of vhost-user-blk; one of NBD is nbd+unix:///?socket=PATH"
+            "blockhouse: {address}: is served as vhost-user-blk; for NBD give nbd+unix:///?socket=PATH"
         ));
     }
 }
@@ -652,7 +653,7 @@ fn new_size(server: &mut Connection, disk: &str, size: NewSize) -> Result<u64> {
             let found = disks.find(|one| one["disk"] == disk);
             let size = found.and_then(|one| one["size"].as_u64());
             size.with_context(|| {
-                format!("no disk is called {disk:?}; 'disks' tells which there are")
+                format!("no disk is called {disk:?}; 'ctl SOCKET disks' lists the disks")
             })?
         }
     };

@@ -1,5 +1,5 @@
-//! `blockdev-add` and `blockdev-del`. Commands of several clients that add or remove nodes of the
-//! same names take turns.
+//! `blockdev-add` and `blockdev-del`. One command at a time adds or removes a node of a given name;
+//! others wait for its claim.
 
 use std::rc::Rc;
 
@@ -54,8 +54,9 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
         return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
     };
     let nodes = context.state.borrow().nodes_of(&disk);
-    // An overlay of `blockdev-snapshot-sync` goes with the nodes below it. If a stream has taken
-    // these out, nothing but this command closes the overlay.
+    // An overlay of `blockdev-snapshot-sync` cannot be removed while its chain has a node that the
+    // client has added: it is removed together with that node. If a stream has removed all such
+    // nodes, this command closes the overlay.
     let has_owner = nodes.iter().any(|node| node.is_owned);
     let is_served = !context.running.exports().of_disk(&disk).is_empty();
     if !nodes[depth].is_owned && has_owner && !is_served {
@@ -82,7 +83,8 @@ fn busy_behind(name: &str, user: &str) -> QmpError {
     QmpError::generic(format!("Node '{name}' is busy: node is used as backing hd of '{user}'"))
 }
 
-/// Refuses to remove a node that a backup uses.
+/// Refuses to remove a node that is the backing node of another disk, or the target of a backup
+/// that is being read.
 fn check_unused(context: &Context, name: &str, disk: &str) -> Result<(), QmpError> {
     let state = context.state.borrow();
     if let Some((user, _)) = state.over.iter().find(|(_, lower)| *lower == name) {

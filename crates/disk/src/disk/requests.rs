@@ -1,19 +1,22 @@
-//! The one choke point of all requests.
+//! The entry points of a disk's requests, and the steps of a request in their order.
 //!
-//! 1. Every request is counted, measured and checked against the size and the access of the disk,
-//!    whatever the export checked before.
+//! 1. The request is counted, and its time is measured (except [`take_space`](Disk::take_space)).
 //! 2. If the disk has rate limits, the request waits until they admit it
 //!    ([`Throttle`](crate::throttle)); the wait is measured separately. No other request waits for
 //!    such a request: it holds no claim, and does not count as a change in flight.
-//! 3. A change also waits while the image is changed as a whole ([`super::Quiesce`]), and then
-//!    claims its range ([`Writer::claim`](crate::write::Writer::claim)).
-//! 4. The module `layer` carries out reads, the module `write` changes.
-//! 5. One sync makes the request durable as required, if its writes are not durable by themselves
-//!    ([`RequestSync`]).
-//! 6. A change that gets ENOSPC is held and retried, if the disk's options say so
+//! 3. A change waits while the disk is quiesced ([`super::Quiesce`]), and while an observer
+//!    ([`Observers`](crate::observers::Observers)) delays it. Then observers learn that it begins.
+//! 4. The access mode and the size of the disk are checked, whatever the export has checked
+//!    before. Reason: both may have changed while the request waited.
+//! 5. A change claims its range ([`Writer::claim`](crate::write::Writer::claim)).
+//! 6. Reads go to the module `layer`, and changes go to the module `write`.
+//! 7. Observers learn that the change has ended. One sync makes the change durable as required, if
+//!    its writes are not durable by themselves ([`RequestSync`]). Then observers may delay the
+//!    reply.
+//! 8. A change that gets ENOSPC is held and retried, if the disk's options say so
 //!    ([`super::hold`]).
-//! 7. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it
-//!    begins, are called when it begins and when it has ended, and may delay its reply.
+//!
+//! Steps 2 and 8 are only for [`submit`](Disk::submit) and [`submit_from`](Disk::submit_from).
 
 use std::pin::pin;
 
@@ -37,16 +40,16 @@ use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
 
-/// A change in flight: while it exists, its image is not replaced. Observers receive its end before
-/// it counts as ended.
+/// A change in flight. The image of the disk is not replaced while this exists. The order of the
+/// fields matters: observers receive the end of the change before `_guard` ends it.
 struct Turn<'a> {
     change: Option<Box<ObservedChange>>,
     image: UseGuard<'a>,
     _guard: WriteGuard<'a>,
 }
 
-/// A change that was carried out and is not answered yet. Its image stays open until the change is
-/// durable there.
+/// A change that has succeeded, before its sync and its reply. Its image stays open until the sync
+/// has completed.
 struct Ended<'a> {
     image: UseGuard<'a>,
     /// The futures of observers, which are awaited when the change is durable.
@@ -65,14 +68,15 @@ impl<S: Storage> Disk<S> {
     /// Carries out one request.
     ///
     /// The caller polls the future until it is ready: requests wait for each other if they overlap,
-    /// or need the same metadata written. A dropped future loses no acknowledged data, but its
-    /// change may take effect at any later time, even after newer writes to the same bytes, or be
-    /// undone. So an export that loses its client lets requests in flight complete.
+    /// or need the same metadata written. A dropped future loses no acknowledged data, but the
+    /// outcome of its own change is open: it may be undone, or take effect later, even over newer
+    /// writes to the same bytes. So an export that loses its client lets requests in flight
+    /// complete.
     ///
     /// # Errors
     /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
-    /// end, `InvalidInput` for anything else past the end, `Unsupported` for a
-    /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or the storage's error.
+    /// end, `InvalidInput` for anything else past the end, `Unsupported` for a zero write with
+    /// [`Fallback::Forbidden`] that would be slow; or the storage's error.
     /// After a failed flush every flush and durable write fails until the disk is reopened.
     pub async fn submit(&self, request: Request) -> Result<()> {
         self.submit_from(ExportKind::Local, request).await
@@ -117,8 +121,9 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// As [`submit`](Self::submit), but not subject to the disk's limits: for jobs, which have
-    /// limits of their own and report failures themselves.
+    /// As [`submit`](Self::submit), for jobs, which have limits of their own and report failures
+    /// themselves: the disk's limits do not apply, ENOSPC is not retried, and a read is not copied
+    /// into the image.
     ///
     /// # Errors
     /// As [`submit`](Self::submit).
@@ -130,14 +135,17 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// All writes completed so far become durable. As [`Request::Flush`].
+    /// Makes all completed writes durable ([`Request::Flush`]).
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
     pub async fn flush(&self) -> Result<()> {
         self.submit(Request::Flush).await
     }
 
-    /// Stores the one cluster at `offset` in compressed form; `bytes` is shorter than a cluster if
-    /// the disk ends inside it. Compresses on the polling thread. Two writes of the same cluster
-    /// wait for each other.
+    /// Writes the cluster at `offset` in compressed form, on the thread that polls. `bytes` is one
+    /// cluster, or the rest of the disk. Two writes of the same cluster wait for each other. The
+    /// disk's limits do not apply.
     ///
     /// # Errors
     /// As a write; `Unsupported` if the format has no compressed clusters, `InvalidInput` for
@@ -151,9 +159,9 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// Allocates space for `range` without writing zeros, as far as possible. `range` reads as
-    /// zeros before and after. Returns the rest of it, from the first failure on. The allocation is
-    /// durable with the next flush.
+    /// Allocates host space for `range` without writing zeros. The caller ensures that `range`
+    /// reads as zeros, which it still does afterwards. Returns the part that got no space, at the
+    /// end of `range`. The next flush makes the allocation durable.
     ///
     /// # Errors
     /// As a write; `Unsupported` if `mode` is not `Full`, and the storage cannot do it.
@@ -173,8 +181,8 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> RequestInFlight<'a, S> {
-    /// The image that the request goes to. Once the request has its [turn](Turn), the image stays
-    /// the same.
+    /// The disk's current image. It stays the same while a change has its [`Turn`]. A read or a
+    /// flush takes [`Disk::begin_use`] instead.
     fn image(self) -> &'a Image<S> {
         self.disk.image()
     }
@@ -203,11 +211,13 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
             }
             Request::Flush => return self.disk.begin_use().layer().flush(SyncMode::Data).await,
             Request::Prefetch { range } => {
-                self.image().check_inside(range)?;
                 if self.disk.copies_on_read() {
+                    self.image().check_inside(range)?;
                     rare(self.copy_ahead(range)).await?;
                 }
-                return self.disk.begin_use().layer().prefetch(range).await;
+                let image = self.disk.begin_use();
+                image.check_inside(range)?;
+                return image.layer().prefetch(range).await;
             }
         };
         end_change(sync, ended).await
@@ -225,8 +235,8 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         Ok(result)
     }
 
-    /// Begins the turn of a change of these bytes other than a write: waits until the image may be
-    /// changed.
+    /// Begins a change of these bytes other than a write, after the waits for quiesce and for
+    /// observers.
     async fn begin_turn(self, offset: u64, length: u64) -> Turn<'a> {
         let guard = self.wait_until_unquiesced().await;
         self.wait_for_observers(offset, length).await;
@@ -237,7 +247,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         Turn { change, image: self.image().uses.begin(), _guard: guard }
     }
 
-    /// Begins the turn of a write: waits until the image may be changed. The bytes are copied to
+    /// Begins a write, after the waits for quiesce and for observers. The bytes are copied to
     /// private memory if observers receive them.
     async fn begin_write_turn(self, offset: u64, from: IoVector) -> Result<(Turn<'a>, IoVector)> {
         let guard = self.wait_until_unquiesced().await;
@@ -270,11 +280,11 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
     }
 
     async fn read(self, offset: u64, into: IoVector) -> Result<()> {
-        let range = self.image().check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
+        let image = self.disk.begin_use();
+        let range = image.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
             return Ok(());
         }
-        let image = self.disk.begin_use();
         image.layer().read(range, into).await
     }
 
@@ -288,7 +298,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         }
         if let Some(how) = self.zero_options() {
             let is_zero = is_zero(&from).await;
-            // Zeros that replace a guest's lost memory must not be stored.
+            // Guest memory that has vanished reads as zeros, which must not be stored.
             from.check_intact()?;
             if is_zero {
                 return rare(self.write_zeroes(range, how, sync)).await;
@@ -298,8 +308,8 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         self.image().writer().write(range, from, sync, &claim).await
     }
 
-    /// The options of the zero write that replaces a write of zeros; `None` if writes stay as they
-    /// are.
+    /// The options of the zero write that replaces a write of zeros; `None` if zeros are not
+    /// detected.
     fn zero_options(self) -> Option<ZeroOptions> {
         let unmap = match self.image().options.detect_zeroes {
             DetectZeroes::Off => return None,

@@ -20,11 +20,11 @@ impl<S: Storage> Image<S> {
 
     /// Replays the acknowledged changes of a killed process that had the image open. `log` is the
     /// memory that the killed process had [attached](Self::attach_redo_log) in the same boot of the
-    /// host. The image must be [opened for the replay](Self::open_before_replay), and have its data
-    /// file and its backing file. The caller replays before any change.
+    /// host. The caller opens the image [for the replay](Self::open_before_replay), attaches its
+    /// data file and its backing file, and replays before any change.
     ///
     /// # Errors
-    /// Errors of the storage, or `Corrupt`: the log stays valid.
+    /// Errors of the storage, or `Corrupt`. The log is unchanged then, and can be replayed again.
     pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
         match self.format().redo() {
             Some(redo) => redo.replay(log).await,
@@ -32,8 +32,9 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Empties `log`, and then records the changes in it that are not yet on disk. To be called
-    /// after [`replay`](Self::replay), and before any change.
+    /// Empties `log`, and then records the changes in it that are not yet on disk. The caller
+    /// [replays](Self::replay) first, because the records of the killed process are lost here, and
+    /// attaches before any change.
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         if let Some(redo) = self.format().redo() {
             redo.attach(log);

@@ -353,7 +353,7 @@ impl<'a> Steps<'a> {
         let backing = Some(self.backing_of(path));
         let encryption = if self.fork.disk.image().has_encrypted_layer() {
             let (name, image) = (path.to_string_lossy(), self.fork.disk.image());
-            let header = self.fork.options.secrets.create_overlay_header(&name, &image).await?;
+            let header = self.fork.options.secrets.create_overlay_header(&name, image).await?;
             Some(NewEncryption::Luks(header))
         } else {
             None

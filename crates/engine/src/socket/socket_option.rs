@@ -1,6 +1,8 @@
-//! Socket options that the safe wrappers do not support fully.
+//! Queries of sockets that rustix does not have, or has with a type that is too narrow.
 //!
-//! Guarantee: each value from the kernel is read into a type that can hold it.
+//! Guarantee: a value from the kernel is read into a type that can hold all its bit patterns.
+//! Reason: rustix reads a PID as not zero, and the kernel returns 0 for a process without a PID in
+//! this namespace.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -13,9 +15,9 @@ use std::os::fd::{AsFd, AsRawFd};
 pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
     let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: `credentials` and `length` are live for the call, which is over when it returns. The
-    // kernel writes at most `length` bytes, the size of `credentials`, and all of its bit
-    // patterns are valid.
+    // SAFETY: `credentials` and `length` outlive the call, and the kernel keeps no pointer to them.
+    // It writes at most `length` bytes, the size of `credentials`, all of whose bit patterns are
+    // valid.
     let result = unsafe {
         libc::getsockopt(
             socket.as_fd().as_raw_fd(),
@@ -31,9 +33,9 @@ pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
     Ok((credentials.pid > 0).then_some(credentials.pid))
 }
 
-/// Bytes in the send queue of a stream socket (`SIOCOUTQ`). TCP counts the bytes that the peer did
-/// not acknowledge yet (tcp(7)). A Unix socket counts the memory of the bytes that the peer did not
-/// receive; it is freed in units of up to 36 KiB.
+/// Bytes in the send queue of a stream socket (`SIOCOUTQ`). For TCP: the bytes that the peer has
+/// not acknowledged (tcp(7)). For a Unix socket: the memory of the buffers that the peer has not
+/// read; the kernel frees a buffer, of up to 36 KiB, when all of it is read.
 ///
 /// # Errors
 /// The kernel's error (`ioctl(2)`).
@@ -66,11 +68,11 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_told_where_it_has_an_id() {
+    fn a_peer_without_a_pid_in_this_namespace_is_none() {
         let (one, _other) = UnixStream::pair().unwrap();
         let own = i32::try_from(std::process::id()).unwrap();
         assert_eq!(peer_process(&one).unwrap(), Some(own));
-        // Without a peer the kernel returns 0, as for a peer of another PID namespace.
+        // Without a peer the kernel returns 0, as for a peer that has no PID in this namespace.
         let alone = rustix::net::socket(
             rustix::net::AddressFamily::UNIX,
             rustix::net::SocketType::STREAM,

@@ -1,4 +1,4 @@
-//! The refcounts on disk of an image that is not open.
+//! The refcounts on disk of an image that no request changes meanwhile.
 //!
 //! The refcounts are kept in memory in their on-disk form, without slices that are all zeros, so
 //! memory depends on the data in the file. If two entries of the refcount table refer to the same
@@ -21,7 +21,7 @@ pub(crate) struct DiskRefcounts {
     clusters: u64,
     /// The offsets of refcount blocks, by their index in the refcount table.
     blocks: BTreeMap<u64, u64>,
-    /// Slices by their offset.
+    /// The slices that are not all zeros, by their offset in the file.
     slices: BTreeMap<u64, Vec<u8>>,
 }
 
@@ -29,11 +29,13 @@ impl DiskRefcounts {
     /// Reads the refcounts.
     ///
     /// # Errors
-    /// Errors of the storage only.
+    /// Errors of the storage. Invalid entries of the refcount table are read as 0: a check reports
+    /// them.
     pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = (header.refcount_table_clusters as usize) << geometry.cluster_bits;
         let table = table_io::read(storage, header.refcount_table_offset, bytes).await?;
+        // A block that two entries share is read once, and has the index of the first.
         let mut by_offset = BTreeMap::new();
         for (index, word) in (0..).zip(words::words_of(&table)) {
             if let Ok(Some(block)) = entry::refcount_block(word, geometry) {
@@ -57,15 +59,16 @@ impl DiskRefcounts {
         Ok(Self { geometry, clusters: geometry.clusters_for(storage.size()), blocks, slices })
     }
 
-    /// The refcount of a cluster; 0 past the end of the file.
+    /// The refcount of a cluster, at most `u32::MAX`. 0 past the end of the file, or without a
+    /// refcount block.
     pub(crate) fn get(&self, cluster: u64) -> u32 {
         if cluster >= self.clusters {
             return 0;
         }
-        let place = self.geometry.refcount_index(cluster);
-        let block = self.blocks.get(&place.table_index);
-        let slice = block.and_then(|block| self.slices.get(&(block + place.slice_offset)));
-        slice.map_or(0, |slice| self.value(slice, place.index))
+        let location = self.geometry.refcount_index(cluster);
+        let block = self.blocks.get(&location.table_index);
+        let slice = block.and_then(|block| self.slices.get(&(block + location.slice_offset)));
+        slice.map_or(0, |slice| self.value(slice, location.index))
     }
 
     /// Whether a cluster has a refcount block.
@@ -95,18 +98,18 @@ impl DiskRefcounts {
     }
 }
 
-/// The clusters with references or a refcount, in order, each with both numbers: counted
-/// references, recorded refcount.
-pub(crate) fn beside<'a>(
+/// Merges both: `(cluster, references, refcount on disk)` for each cluster where one is not 0, in
+/// the order of the clusters.
+pub(crate) fn merge_counts<'a>(
     counts: &'a Counts,
-    recorded: &'a DiskRefcounts,
+    on_disk: &'a DiskRefcounts,
 ) -> impl Iterator<Item = (u64, u32, u32)> + use<'a> {
-    let (mut counts, mut recorded) = (counts.iter().peekable(), recorded.iter().peekable());
+    let (mut counts, mut on_disk) = (counts.iter().peekable(), on_disk.iter().peekable());
     std::iter::from_fn(move || {
-        let next = [counts.peek(), recorded.peek()].into_iter().flatten();
+        let next = [counts.peek(), on_disk.peek()].into_iter().flatten();
         let cluster = next.map(|&(cluster, _)| cluster).min()?;
         let counted = counts.next_if(|&(next, _)| next == cluster).map_or(0, |(_, count)| count);
-        let recorded = recorded.next_if(|&(next, _)| next == cluster).map_or(0, |(_, count)| count);
-        Some((cluster, counted, recorded))
+        let refcount = on_disk.next_if(|&(next, _)| next == cluster).map_or(0, |(_, count)| count);
+        Some((cluster, counted, refcount))
     })
 }

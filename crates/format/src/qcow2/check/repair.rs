@@ -36,7 +36,7 @@ use crate::qcow2::layout::table_io::{self, read_header};
 
 use super::bitmaps;
 use super::counts::Counts;
-use super::disk_refcounts::{DiskRefcounts, beside};
+use super::disk_refcounts::{DiskRefcounts, merge_counts};
 use super::edit::{CopiedFix, CopiedFlagEditor, Edit, SanitizeEntries};
 use super::refcount_rewrite::{has_blocks, rebuild_refcount_table, store_header, store_in_place};
 use super::references::References;
@@ -341,7 +341,7 @@ impl<S: Storage> RepairRun<'_, S> {
     /// space. Errors are ignored.
     async fn give_back(&self, counts: &Counted) {
         let geometry = self.header.geometry;
-        let mut freed = beside(&counts.wanted, &counts.recorded)
+        let mut freed = merge_counts(&counts.wanted, &counts.recorded)
             .filter(|&(_, wanted, recorded)| recorded > 0 && wanted == 0)
             .map(|(cluster, ..)| cluster)
             .peekable();

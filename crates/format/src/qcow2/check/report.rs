@@ -13,7 +13,7 @@ use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::words;
 
 use super::counts::Counts;
-use super::disk_refcounts::{DiskRefcounts, beside};
+use super::disk_refcounts::{DiskRefcounts, merge_counts};
 use super::finding::Finding;
 use super::references::References;
 use super::snapshot_survey::L1Location;
@@ -67,7 +67,7 @@ pub(crate) async fn check_tables<S: Storage>(
         ..CheckReport::default()
     };
     let counts = std::mem::replace(&mut references.counts, Counts::new(0));
-    for (cluster, counted, recorded) in beside(&counts, &recorded) {
+    for (cluster, counted, recorded) in merge_counts(&counts, &recorded) {
         let offset = header.geometry.offset_of(cluster);
         report.end = offset + header.geometry.cluster_size();
         let max = header.geometry.max_refcount();

@@ -8,7 +8,7 @@
 use blockhouse_core::{Error, ErrorKind, Result, Storage, ToolProgress};
 
 use crate::qcow2::allocator::{Allocator, Gaps};
-use crate::qcow2::check::disk_refcounts::{DiskRefcounts, beside};
+use crate::qcow2::check::disk_refcounts::{DiskRefcounts, merge_counts};
 use crate::qcow2::check::references::References;
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::tables::{Step, Tables};
@@ -38,7 +38,7 @@ pub(crate) async fn recount<S: Storage>(
     let mut gaps = Gaps::new(whole_clusters(metadata), &is_taken);
     // Lowers refcounts first: a cluster without references is then free for a refcount block.
     for is_raised in [false, true] {
-        let wrong = beside(counts, &on_disk)
+        let wrong = merge_counts(counts, &on_disk)
             .filter(|&(_, count, recorded)| count != recorded && (count > recorded) == is_raised);
         for (cluster, count, _) in wrong {
             let correct = |allocator: &mut Allocator, tables: &mut Tables| {
