@@ -19,6 +19,7 @@ use rustix::fs::{Access, AtFlags, CWD, StatxFlags, accessat, statx};
 use super::allowed_paths::note_data_file;
 use super::durable_rename::{IfExists, rename_durable, sync_folder};
 use super::lock::lock_for_writing;
+use crate::state::fnv;
 
 /// Suffix of the file of an unfinished image.
 const PART: &str = ".part";
@@ -259,13 +260,6 @@ pub fn part_of(target: &Path) -> PathBuf {
         start -= 1;
     }
     target.with_file_name(format!("{}{number}{PART}", &text[..start]))
-}
-
-/// The 64-bit hash of these bytes (FNV-1a).
-fn fnv(bytes: &[u8]) -> u64 {
-    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
-    const PRIME: u64 = 0x100_0000_01b3;
-    bytes.iter().fold(BASIS, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(PRIME))
 }
 
 /// The file that a new image with this name becomes: the target of its symbolic links, even if no

@@ -4,12 +4,20 @@
 //! So the identity includes a *birth*. The birth of a file is the time at which the file was made,
 //! if the file system records that time. The birth of a block device is the number that the kernel
 //! gives to only one disk in a boot (`diskseq`, Linux 5.15).
+//!
+//! The inode number of a file on FUSE (sshfs, exfat) may change, and be given to another file, when
+//! the kernel forgets the file. So an identity that is to outlive the process has the file's path
+//! instead there.
 
 use std::fs;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::ffi::OsStrExt;
 
-use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, major, minor, statx};
+use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, fstatfs, major, minor, statx};
+
+/// `FUSE_SUPER_MAGIC` (`statfs(2)`).
+const FUSE: u64 = 0x6573_5546;
 
 /// The identity of an image's file under any name. Equal for the same file in the same boot of the
 /// host.
@@ -36,10 +44,38 @@ impl ImageIdentity {
         Ok(Self { device: status.st_dev, inode: status.st_ino, birth })
     }
 
+    /// As [`of`](Self::of), for a file that may be closed and opened again. On FUSE, unless the
+    /// file system tells births, it is the identity of the path: a renamed file is another one,
+    /// and a file that replaced another is the same.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn lasting(file: BorrowedFd<'_>) -> io::Result<Self> {
+        let identity = Self::of(file)?;
+        let is_stable = identity.inode == 0 || identity.birth != 0;
+        if is_stable || !is_on_fuse(file)? {
+            return Ok(identity);
+        }
+        let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        Ok(Self { device: 0, inode: fnv(path.as_os_str().as_bytes()), birth: 0 })
+    }
+
     /// The name of the image's state file.
     pub(crate) fn file_name(self) -> String {
         format!("{:x}-{:x}", self.device, self.inode)
     }
+}
+
+/// The 64-bit hash of these bytes (FNV-1a), which is the same in every version of this program.
+pub(crate) fn fnv(bytes: &[u8]) -> u64 {
+    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x100_0000_01b3;
+    bytes.iter().fold(BASIS, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(PRIME))
+}
+
+/// Whether a file is on FUSE.
+pub(crate) fn is_on_fuse(file: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(fstatfs(file)?.f_type as u64 == FUSE)
 }
 
 /// The time at which a file was made, in nanoseconds since the Unix epoch.

@@ -29,6 +29,5 @@ mod page;
 pub use dir::StateDir;
 pub(crate) use file::{FoundState, StateFile};
 pub(crate) use flush_record::FlushRecord;
-pub(crate) use identity::BootId;
-pub(crate) use identity::ImageIdentity;
+pub(crate) use identity::{BootId, ImageIdentity, fnv, is_on_fuse};
 pub(crate) use page::{Owner, StatePage, TrackedFile};

@@ -17,12 +17,21 @@ pub(crate) fn identity_of(file: &HostFile) -> Result<ImageIdentity> {
     identity.map_err(|error| Error::host("cannot examine", error).on(file.name()))
 }
 
+/// The identity of an image's file by which its state file is found.
+///
+/// # Errors
+/// As [`identity_of`].
+pub(super) fn lasting_identity_of(file: &HostFile) -> Result<ImageIdentity> {
+    let identity = ImageIdentity::lasting(file.descriptor());
+    identity.map_err(|error| Error::host("cannot examine", error).on(file.name()))
+}
+
 /// The owner of a new state file.
 ///
 /// # Errors
 /// As [`identity_of`].
 pub(crate) fn owner_of(file: &HostFile, path: &Path, dir: &StateDir) -> Result<Owner> {
-    let image = identity_of(file)?;
+    let image = lasting_identity_of(file)?;
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     Ok(Owner { boot: dir.boot(), image, path, process: std::process::id() })
 }
@@ -42,7 +51,7 @@ pub(crate) fn status_of(file: &HostFile) -> Result<Stat> {
 /// The host's.
 pub(crate) fn find_state(file: &HostFile, dir: Option<&StateDir>) -> Result<Option<StateFile>> {
     let Some(dir) = dir else { return Ok(None) };
-    Ok(match StateFile::find(dir, identity_of(file)?)? {
+    Ok(match StateFile::find(dir, lasting_identity_of(file)?)? {
         FoundState::Usable(found) => Some(found),
         _ => None,
     })
