@@ -87,7 +87,12 @@ fn file_of(image: &Path) -> Option<String> {
 fn find(record: &Path) -> io::Result<Found> {
     let is_regular = match symlink_metadata(record) {
         Ok(found) => found.is_file(),
-        Err(error) if error.kind() == IoErrorKind::NotFound => return Ok(Found::Nothing),
+        // No file has a name that is too long.
+        Err(error)
+            if matches!(error.kind(), IoErrorKind::NotFound | IoErrorKind::InvalidFilename) =>
+        {
+            return Ok(Found::Nothing);
+        }
         Err(error) => return Err(error),
     };
     if !is_regular {
@@ -236,9 +241,10 @@ pub(super) fn forked_to(image: &Path) -> Result<Option<String>> {
 fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     let record = record_of(image);
     let failed = |error| Error::host("cannot write", error).on(&record.to_string_lossy());
-    let if_exists = match find(&record).map_err(failed)? {
-        Found::Nothing => IfExists::Fail,
-        Found::Record { .. } | Found::Void => IfExists::Replace,
+    let (if_exists, had_effect) = match find(&record).map_err(failed)? {
+        Found::Nothing => (IfExists::Fail, false),
+        Found::Void => (IfExists::Replace, false),
+        Found::Record { .. } => (IfExists::Replace, true),
         Found::Foreign => {
             let what = "has the name of a record that the disk was moved, but is not one";
             return Err(Error::new(ErrorKind::InvalidInput, what)
@@ -258,8 +264,12 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     };
     let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
     if written.is_err() {
-        // The caller reports the first failure.
-        let _ = remove_file(&part);
+        // The caller reports the first failure. A record that has its name, but perhaps not
+        // durably, is removed, because the disk stays in the image.
+        let is_renamed = remove_file(&part).is_err_and(|e| e.kind() == IoErrorKind::NotFound);
+        if is_renamed && !had_effect {
+            let _ = remove_file(&record);
+        }
     }
     written
 }
@@ -452,6 +462,16 @@ mod tests {
             let _ = fs::remove_file(&record).or_else(|_| fs::remove_dir(&record));
         }
         assert_eq!(fs::read(&other).unwrap(), text);
+    }
+
+    #[test]
+    fn a_name_too_long_for_a_record_has_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("n".repeat(255));
+        fs::write(&image, "").unwrap();
+        check_not_moved(&image).unwrap();
+        forget_moved(&image).unwrap();
+        assert!(record_moved(&image, "elsewhere").is_err());
     }
 
     #[test]
