@@ -12,11 +12,11 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{ByteRange, ErrorKind, ToolProgress};
+use blockhouse_core::{ByteRange, ToolProgress};
 use blockhouse_disk::{
-    Access, AllowedPaths, Backing, CacheMode, CompareJob, CopyJob, CopyOptions, DirtyMap, IfExists,
-    ImageDisk, ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name,
-    exists, open, part_of, rename_finished,
+    Access, AllowedPaths, Backing, CompareJob, CopyJob, CopyOptions, DirtyMap, IfExists, ImageDisk,
+    ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name, exists,
+    open, open_copy_target, part_of, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::CreateOptions;
@@ -245,23 +245,10 @@ impl Arguments {
         Ok(Backing { name: name.into(), format: Some(format.as_str().to_owned()) })
     }
 
-    /// Opens the target for direct I/O, so that the backup does not evict other data from the page
-    /// cache. Uses the page cache if the host has no direct I/O, or its blocks exceed a cluster.
     async fn open_target(&self, part: &Path) -> Result<ImageDisk> {
-        let options = ImageOptions {
-            access: Access::ReadWrite,
-            cache: CacheMode::None,
-            ..self.open.read_only(Some(ImageFormat::Qcow2))?
-        };
-        let cached = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
-        match open(part, options).await {
-            Err(error)
-                if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
-            {
-                Ok(open(part, cached).await?)
-            }
-            opened => Ok(opened?),
-        }
+        let read_only = self.open.read_only(Some(ImageFormat::Qcow2))?;
+        let options = ImageOptions { access: Access::ReadWrite, ..read_only };
+        Ok(open_copy_target(part, options).await?)
     }
 
     /// Makes the target durable, verifies the target if the user requested that, and closes it.

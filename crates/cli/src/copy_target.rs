@@ -9,14 +9,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::{
-    ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
-};
+use blockhouse_core::{ByteRange, Durability, Fallback, Request, Storage, ToolProgress, Unmap};
 use blockhouse_disk::{
     AllowedPaths, CacheMode, CopyJob, CopyOptions, IfExists, ImageDisk, ImageFormat, ImageOptions,
     Purpose, StateUse, TargetContent, check_apart, check_new_apart, check_new_name, exists,
-    is_device, keeps_its_place, lock_for_writing, open, open_storage, part_of, remove_created,
-    rename_finished,
+    is_device, keeps_its_place, lock_for_writing, open, open_copy_target, open_storage, part_of,
+    remove_created, rename_finished,
 };
 use blockhouse_engine::{EventLoop, HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
@@ -63,6 +61,9 @@ pub struct How {
     pub writes_zeros: bool,
     /// Whether unreadable parts become zeros.
     pub salvages: bool,
+    /// Whether the target is written in the order of the disk, one chunk after the other. It is
+    /// slower, and equal sources give equal files.
+    pub in_order: bool,
 }
 
 /// The treatment of a target that exists.
@@ -287,8 +288,8 @@ pub fn copy(
     copy_to(event_loop, progress, job, target.disk.name(), false, how)
 }
 
-/// Carries out a copy; on one thread if it must be in order. `job` makes the copy for a number of
-/// chunks in flight on each thread; `name` is the target's.
+/// Carries out a copy; on one thread if the target is a stream. `job` makes the copy for a number
+/// of chunks in flight on each thread; `name` is the target's.
 ///
 /// # Errors
 /// Errors of a storage.
@@ -297,16 +298,19 @@ pub fn copy_to(
     progress: &Progress,
     job: impl FnOnce(usize) -> blockhouse_core::Result<CopyJob<ImageStorage>>,
     name: &str,
-    is_in_order: bool,
+    is_stream: bool,
     how: How,
 ) -> Result<()> {
-    let threads = if is_in_order { 1 } else { default_threads() };
+    let threads = if is_stream { 1 } else { default_threads() };
     let mut copying = job(MAX_IN_FLIGHT.div_ceil(threads))?;
     if how.writes_zeros {
         copying = copying.writing_zeros();
     }
     if how.salvages {
         copying = copying.salvaging();
+    }
+    if how.in_order {
+        copying = copying.in_order();
     }
     let total = copying.progress().total;
     let display = match progress.lines_by_chunk() {
@@ -457,8 +461,7 @@ impl TargetSpec<'_> {
 
     /// Removes the partial file of a copy that was killed, unless a copy is still running.
     async fn remove_left(&self, part: &Path) -> Result<()> {
-        let (raw, cache) = (Some(ImageFormat::Raw), CacheMode::Writeback);
-        self.open_with(part, raw, cache, StateUse::Off).await?.close().await?;
+        open(part, self.options(ImageFormat::Raw, StateUse::Off)?).await?.close().await?;
         remove_created(part).await;
         Ok(())
     }
@@ -550,9 +553,8 @@ impl TargetSpec<'_> {
     /// A new image on a device, which loses its old content.
     async fn fill_device(self) -> Result<Target> {
         let path = self.path;
-        let (raw, cache) = (Some(ImageFormat::Raw), CacheMode::Writeback);
         // The device is checked before anything is written.
-        let device = self.open_with(path, raw, cache, StateUse::Off).await?;
+        let device = open(path, self.options(ImageFormat::Raw, StateUse::Off)?).await?;
         self.check_apart(&device)?;
         device.close().await?;
         drop(device);
@@ -611,41 +613,32 @@ impl TargetSpec<'_> {
     }
 
     async fn open_target(&self, path: &Path) -> Result<ImageDisk> {
-        // Compressed clusters are not aligned to blocks, as direct I/O requires.
-        let usual = if self.compress { CacheMode::Writeback } else { CacheMode::None };
-        let cache = self.cache.unwrap_or(usual);
-        let is_free = self.cache.is_none();
-        let state = self.state()?;
-        match self.open_with(path, Some(self.format), cache, state.clone()).await {
-            // The host has no direct I/O, or the clusters are smaller than its blocks.
-            Err(error)
-                if is_free
-                    && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
-            {
-                Ok(self.open_with(path, Some(self.format), CacheMode::Writeback, state).await?)
-            }
-            opened => Ok(opened?),
-        }
+        let options = self.options(self.format, self.state()?)?;
+        let opened = match self.cache {
+            Some(cache) => open(path, ImageOptions { cache, ..options }).await,
+            // Compressed clusters are not aligned to blocks, as direct I/O requires.
+            None if self.compress => open(path, options).await,
+            None => open_copy_target(path, options).await,
+        };
+        Ok(opened?)
     }
 
-    async fn open_with(
+    /// The options that open the target through the page cache.
+    fn options(
         &self,
-        path: &Path,
-        format: Option<ImageFormat>,
-        cache: CacheMode,
+        format: ImageFormat,
         state: StateUse,
-    ) -> blockhouse_core::Result<ImageDisk> {
-        let options = ImageOptions {
-            format,
-            cache,
+    ) -> blockhouse_core::Result<ImageOptions> {
+        Ok(ImageOptions {
+            format: Some(format),
+            cache: CacheMode::Writeback,
             state,
             allowed_paths: self.allowed_paths()?,
             remote_backing: self.open.remote_backing(Some(self.format)),
             secrets: self.open.secrets()?,
             purpose: if self.is_overlay() { Purpose::Disk } else { Purpose::Image },
             ..ImageOptions::default()
-        };
-        open(path, options).await
+        })
     }
 
     /// Whether the target may have a backing file.

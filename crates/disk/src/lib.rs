@@ -100,10 +100,10 @@ pub use open::{
     end_layer_commit, escape_uri, exists, find_further_base, find_layers, forget_moved, fork,
     fork_image, format_by_name, format_for_new, is_address, is_device, is_foreign_address,
     is_forked, is_in_ceph, keep_state, keeps_its_place, lock_for_writing, make_missing_side_file,
-    make_side_file, note_data_file, note_passed_over, open, open_base, open_created, open_storage,
-    part_of, plain_backing, probe_nameless, record_committed, record_forked, record_moved,
-    remove_created, remove_unused_side_file, rename_durable, rename_finished, reopen, replay_state,
-    roll_back, start_recording, stop_recording,
+    make_side_file, note_data_file, note_passed_over, open, open_base, open_copy_target,
+    open_created, open_storage, part_of, plain_backing, probe_nameless, record_committed,
+    record_forked, record_moved, remove_created, remove_unused_side_file, rename_durable,
+    rename_finished, reopen, replay_state, roll_back, start_recording, stop_recording,
 };
 pub use options::{
     Access, BitmapActivity, BlockSizes, DetectZeroes, Discard, FlushPolicy, OnFull, Options,

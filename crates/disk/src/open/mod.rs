@@ -11,6 +11,7 @@ mod chain;
 mod changed_since;
 mod client_tls;
 mod clone;
+mod copy_target;
 mod create;
 mod disk_over;
 mod durable_rename;
@@ -54,6 +55,7 @@ pub use allowed_paths::{AllowedPaths, note_data_file};
 pub use changed_since::changed_since;
 pub use client_tls::{ClientTls, ClientTlsKind};
 pub use clone::{CloneOf, MadeClone, clone_disks, is_in_ceph};
+pub use copy_target::open_copy_target;
 pub use create::{
     behind_links, check_new_name, create, create_as, create_qcow2, exists, format_for_new,
     is_device, keeps_its_place, open_created, part_of, remove_created, rename_finished,

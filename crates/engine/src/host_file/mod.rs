@@ -207,6 +207,14 @@ impl HostFile {
     /// write's range.
     fn write_failed(&self, error: Errno, offset: u64, through: WriteThrough) -> Error {
         let failed = self.error_at("cannot write", error, offset);
+        let is_direct = self.file.caching != Caching::PageCache;
+        let failed = match error {
+            // Some file systems (mergerfs) refuse direct I/O only when it writes.
+            Errno::INVAL if is_direct && self.kind == FileKind::Regular => {
+                failed.hint("if its file system takes no direct writes: --cache writeback")
+            }
+            _ => failed,
+        };
         let is_confined = match failed.kind() {
             // The kernel found no memory at the data's addresses: it stops before it syncs
             // anything. So a guest that removes its memory does not make flushes of others fail.
@@ -693,7 +701,7 @@ fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Allocation,
             // No data from here to the end of the file.
             Err(Errno::NXIO) => end,
             // A file system without this query: everything may be data.
-            Err(Errno::INVAL) => return Ok((Allocation::Data, range.length())),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok((Allocation::Data, range.length())),
             Err(error) => return Err(error),
         };
         if data > start {
@@ -703,6 +711,7 @@ fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Allocation,
             Ok(hole) if hole > start => return Ok((Allocation::Data, hole.min(end) - start)),
             // The data that the previous call found has vanished: try again.
             Ok(_) | Err(Errno::NXIO) => {}
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok((Allocation::Data, range.length())),
             Err(error) => return Err(error),
         }
     }

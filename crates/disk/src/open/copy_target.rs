@@ -1,0 +1,51 @@
+//! The opened target of a copy: around the page cache where the host can do that.
+
+use std::path::Path;
+
+use blockhouse_core::{Buffer, Durability, ErrorKind, Result, Storage};
+use blockhouse_engine::HostFile;
+
+use super::image_disk::ImageDisk;
+use super::image_options::{CacheMode, ImageOptions};
+use super::open_image::open;
+use crate::state::is_on_fuse;
+
+/// Opens a new image for direct I/O, so that a copy does not evict other data from the page cache.
+/// Uses the page cache if the host has no direct I/O for the file, or its blocks exceed a cluster.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_copy_target(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
+    let cached = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
+    match open(path, ImageOptions { cache: CacheMode::None, ..options }).await {
+        Ok(disk) => {
+            let file = disk.image().file();
+            let is_direct = match file {
+                Some(file) => takes_direct_writes(file).await?,
+                None => true,
+            };
+            if is_direct {
+                return Ok(disk);
+            }
+            disk.close().await?;
+        }
+        Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) => {}
+        Err(error) => return Err(error),
+    }
+    open(path, cached).await
+}
+
+/// Whether the file takes a direct write of its first block, which is written as it is. Only files
+/// on FUSE are tried: some (mergerfs) open a file for direct I/O, and refuse the first write.
+async fn takes_direct_writes(file: &HostFile) -> Result<bool> {
+    const BLOCK: u64 = 4096;
+    if file.size() < BLOCK || !is_on_fuse(file.descriptor()).unwrap_or(false) {
+        return Ok(true);
+    }
+    let mut block = Buffer::new(BLOCK as usize);
+    file.read(0, block.lend()).await?;
+    match file.write(0, block.lend(), Durability::None).await {
+        Err(error) if error.kind() == ErrorKind::InvalidInput => Ok(false),
+        outcome => outcome.map(|()| true),
+    }
+}
