@@ -120,7 +120,7 @@ const USAGE: &[(&str, &str)] = &[
         "Must specify both input and output files",
     ),
     (
-        "which image to make is missing",
+        "no image is named: blockhouse create IMAGE SIZE",
         "Expecting image file name\nTry 'qemu-img create --help' for more info",
     ),
     (

@@ -66,7 +66,7 @@ impl Typed {
 
     /// The reason, in the sentence that the command prints for the file.
     fn placed(&self, name: &str, reason: &str, text: &str) -> String {
-        let image = text.split_once(": no backing file: ").map(|(image, _)| image);
+        let image = text.split_once(": cannot open its backing file: ").map(|(image, _)| image);
         let is_target = self.words.last().is_some_and(|last| last == name) && self.words.len() > 3;
         let is_made = self.words.get(2..).is_some_and(|rest| rest.iter().any(|word| word == name));
         match (&*self.command, image) {

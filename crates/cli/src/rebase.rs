@@ -185,7 +185,7 @@ async fn open_new(
     let format: ImageFormat = format.parse().map_err(anyhow::Error::msg)?;
     let (plain, part) = plain_backing(&backing, &image.display().to_string())?;
     let path = resolve_relative(image, &plain.name);
-    let failed = || format!("{}: no backing file", image.display());
+    let failed = || format!("{}: cannot open its backing file", image.display());
     if format == ImageFormat::Raw && part.is_none() {
         check_raw_backing(&path).await.with_context(failed)?;
     }

@@ -41,6 +41,9 @@ pub struct Setup {
     pub user: Option<UserIds>,
     /// Whether the server ends with the last NBD client, as qemu-nbd does.
     pub ends_with_clients: bool,
+    /// Whether SIGHUP stops the server, as it stops QEMU's in the foreground: with the terminal. If
+    /// not, it reloads.
+    pub ends_at_hangup: bool,
     /// The first commands of a storage daemon, if the process is one.
     pub storage_daemon: Option<StorageDaemon>,
     /// The programs that an upgrade may start in place of the running one. The first is the

@@ -4,12 +4,13 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use blockhouse_disk::is_address;
 use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer, Error, Visitor};
+use serde::{Serialize, Serializer};
 
 use crate::size;
 
@@ -87,6 +88,23 @@ pub fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::E
         }
     }
     from.deserialize_any(Bytes).map(Some)
+}
+
+/// Writes a path as text. Bytes that are not UTF-8 become replacement characters, because one path
+/// must not make an answer with many impossible.
+///
+/// # Errors
+/// Those of `to`.
+pub fn lossy<S: Serializer>(path: &Path, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&path.to_string_lossy())
+}
+
+/// As [`lossy`], for a path that may be left out.
+///
+/// # Errors
+/// Those of `to`.
+pub fn some_lossy<S: Serializer>(path: &Option<PathBuf>, to: S) -> Result<S::Ok, S::Error> {
+    path.as_ref().map(|path| path.to_string_lossy()).serialize(to)
 }
 
 /// Like [`check_absolute`], for an image: the address of an image on another server is accepted.

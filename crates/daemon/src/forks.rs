@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use blockhouse_config::text_fields::{lossy, some_lossy};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -41,10 +42,11 @@ pub struct ForkedDisk {
     pub disk: String,
     /// The image with what the disk is at the fork. If the disk goes on in an overlay, no program
     /// may change it.
+    #[serde(serialize_with = "lossy")]
     pub layer: PathBuf,
     /// The image in which it goes on. Left out for a read-only disk and for one in Ceph, which go
     /// on as they are.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "some_lossy")]
     pub overlay: Option<PathBuf>,
     /// The other images over the layer, or the clones.
     pub children: Vec<PathBuf>,

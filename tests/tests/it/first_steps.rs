@@ -2,6 +2,7 @@
 //! interrupted work leaves no file that looks complete.
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -143,7 +144,8 @@ fn space_that_is_not_there_is_not_begun_with() {
         ("d.qcow2", "preallocation=full,data_file=d.raw"),
     ] {
         let image = scratch.path(name);
-        let outcome = command(&["create", "-o", options, str(&image), "10T"]).failure("the file system has");
+        let outcome =
+            command(&["create", "-o", options, str(&image), "10T"]).failure("the file system has");
         assert!(outcome.stderr.contains("free some space"), "{}", outcome.stderr);
         let left: Vec<PathBuf> =
             fs::read_dir(scratch.path("")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -193,4 +195,24 @@ fn a_configuration_that_serves_nothing_says_so() {
     let outcome = run(serve.args(["serve", "--config", str(&file)]));
     assert!(outcome.stderr.contains("nothing is served"), "{}", outcome.stderr);
     assert_eq!(outcome.stdout, "");
+}
+
+#[test]
+fn long_names_are_served_and_names_that_are_no_text_are_listed() {
+    let scratch = Scratch::new();
+    let long = new_image(&scratch, &format!("{}.img", "n".repeat(251)), "1M");
+    let strange = scratch.path("").join(std::ffi::OsStr::from_bytes(b"not \xff text.img"));
+    fs::write(&strange, [0; 4096]).expect("a file");
+    let control = scratch.socket("control");
+    let server = Serve::new(&scratch, &long).option("--control", &control).start();
+    let mut client = Control::connect(&control);
+    let listed = client.get("disk.list", json!({}));
+    assert_eq!(listed[0]["path"], str(&long));
+    server.stop();
+    let serve = Serve::new(&scratch, &strange).option("--name", "strange");
+    let server = serve.option("--control", &control).start();
+    let listed = Control::connect(&control).get("disk.list", json!({}));
+    let path = listed[0]["path"].as_str().expect("a text");
+    assert!(path.ends_with("not \u{fffd} text.img"), "{path}");
+    server.stop();
 }

@@ -105,11 +105,12 @@ pub struct Arguments {
     pub(super) target: PathBuf,
 }
 
-/// Options of qemu-img that change nothing here: the first two are always in force.
+/// Options of qemu-img that change nothing here, except `-m 1`.
 #[derive(clap::Args)]
 struct Habits {
-    /// Several requests are in flight.
-    #[arg(short = 'm', hide = true, value_name = "NUMBER", value_parser = crate::habits::number)]
+    /// The number of chunks in flight: 1, or as many as without this option. With 1 the target is
+    /// written in the order of the disk, so equal sources give equal files.
+    #[arg(short = 'm', value_name = "NUMBER", value_parser = crate::habits::number)]
     coroutines: Option<u32>,
     /// Requests are written in any order.
     #[arg(short = 'W', hide = true)]
@@ -181,8 +182,11 @@ impl Arguments {
             size,
             if_there: self.if_there(),
             // A copy with bitmaps cannot be resumed, because it would keep the bitmaps of the
-            // partial copy, which may lack changes.
-            can_resume: !self.bitmaps,
+            // partial copy, which may lack changes. The other options exclude --resume.
+            can_resume: !self.bitmaps
+                && !self.force
+                && self.options.is_empty()
+                && self.backing.is_none(),
             compress: self.compress,
             cache: self.cache,
             open: &self.open,
@@ -224,6 +228,7 @@ impl Arguments {
             compress: self.compress,
             writes_zeros: self.sparse == Some(0),
             salvages: self.salvage,
+            in_order: self.habits.coroutines == Some(1),
         }
     }
 

@@ -581,6 +581,7 @@ impl Arguments {
             user: server.user().unwrap_or_else(|why| refuse(&why)),
             server,
             ends_with_clients: self.ends_with_clients(),
+            ends_at_hangup: called_as::is_qemu_nbd() && !called_as::has_word("--fork"),
             storage_daemon: None,
             upgrade_to: self.upgrade_to.clone(),
             config: None,

@@ -10,11 +10,12 @@ use blockhouse_nbd::proto::MAX_STRING;
 use blockhouse_nbd::uri::NbdUri;
 
 use blockhouse_disk::QemuTls;
-use blockhouse_engine::{Engine, EngineChoice};
+use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 
 use crate::attach::parse_kernel_nbd;
 use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, escape};
+use crate::output;
 use crate::tls_object::with_tls;
 
 /// The options of qemu-nbd's users.
@@ -48,6 +49,9 @@ pub struct NbdHabits {
     /// No page cache.
     #[arg(short = 'n', long, hide = true)]
     pub(super) nocache: bool,
+    /// Trace events, which do not exist here.
+    #[arg(short = 'T', long, hide = true, value_name = "PATTERN")]
+    trace: Option<String>,
     /// How file operations are done.
     #[arg(long, hide = true, value_name = "MODE", value_parser = parse_aio)]
     pub(super) aio: Option<EngineChoice>,
@@ -84,17 +88,22 @@ pub struct NbdHabits {
     pub(super) load_snapshot: Option<String>,
 }
 
-/// The engine that QEMU's `--aio` names.
+/// The engine that QEMU's `--aio` names; another one, with a warning, where the host refuses that,
+/// as in a container.
 ///
 /// # Errors
 /// For an unknown name: a text that lists the valid modes.
 pub fn parse_aio(name: &str) -> Result<EngineChoice, String> {
-    match name {
-        "native" => Ok(EngineChoice::Only(Engine::LinuxAio)),
-        "threads" => Ok(EngineChoice::Only(Engine::Threads)),
-        "io_uring" => Ok(EngineChoice::Only(Engine::IoUring)),
-        _ => Err("use threads, native or io_uring".into()),
-    }
+    let engine = match name {
+        "native" => Engine::LinuxAio,
+        "threads" => Engine::Threads,
+        "io_uring" => Engine::IoUring,
+        _ => return Err("use threads, native or io_uring".into()),
+    };
+    let choice = EngineChoice::Only(engine);
+    let Err(error) = EventLoop::new(choice) else { return Ok(choice) };
+    output::tell(&format!("{}: warning: --aio={name} is not used: {error}", called_as::own_name()));
+    Ok(EngineChoice::Auto)
 }
 
 /// The text of `--description`.
@@ -187,6 +196,7 @@ mod tests {
     #[test]
     fn a_socket_and_a_name_are_a_uri() {
         let habits = |socket: Option<&str>, export: Option<&str>| NbdHabits {
+            trace: None,
             socket: socket.map(Into::into),
             export: export.map(Into::into),
             persistent: true,

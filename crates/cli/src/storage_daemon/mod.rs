@@ -118,6 +118,8 @@ fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
         sandbox: false,
         ..ServerConfig::default()
     };
-    let setup = Setup { server, tls, storage_daemon: Some(daemon), ..Setup::default() };
+    let ends_at_hangup = !arguments.daemonize;
+    let storage_daemon = Some(daemon);
+    let setup = Setup { server, tls, ends_at_hangup, storage_daemon, ..Setup::default() };
     Ok((setup, stdio))
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use blockhouse_config::text_fields::lossy;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -41,8 +42,10 @@ pub struct RollbackParams {
 #[serde(rename_all = "kebab-case")]
 pub struct RollbackResult {
     /// The image that it is again.
+    #[serde(serialize_with = "lossy")]
     pub layer: PathBuf,
     /// The image that is gone.
+    #[serde(serialize_with = "lossy")]
     pub overlay: PathBuf,
     /// For how long the guests' changes were held off, in microseconds.
     pub pause_us: u64,

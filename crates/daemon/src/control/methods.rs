@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_config::offers::ExportOptions;
+use blockhouse_config::text_fields::lossy;
 use schemars::{JsonSchema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -72,6 +73,7 @@ pub struct DiskInfo {
     /// The name.
     pub disk: String,
     /// The canonical path of the image.
+    #[serde(serialize_with = "lossy")]
     pub path: PathBuf,
     /// raw, qcow2.
     pub format: String,

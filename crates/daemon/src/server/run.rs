@@ -1,8 +1,8 @@
 //! The process that serves: its start, its signals, and its orderly end.
 //!
 //! SIGTERM and SIGINT stop the server, a second one quits at once. SIGHUP adopts the new sizes of
-//! images that have grown, and reads the configuration and the files of TLS again. SIGUSR2 hands
-//! over to another process.
+//! images that have grown, and reads the configuration and the files of TLS again; it stops a
+//! server that ends with its terminal. SIGUSR2 hands over to another process.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -70,7 +70,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     let stopper = Stopper::start(signals.handle())?;
     loop {
         match signals.forever().next() {
-            Some(SIGHUP) => {
+            Some(SIGHUP) if !setup.ends_at_hangup => {
                 service.reload_tls();
                 service.refresh_sizes();
                 service.reload();

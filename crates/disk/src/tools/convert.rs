@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::sync::run_all;
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
+use futures_channel::oneshot;
 use futures_util::lock::Mutex;
 
 use super::chunks::run_loops;
@@ -76,6 +77,8 @@ pub struct CopyJob<S: Storage> {
     scan: Mutex<PartsScan<S>>,
     /// Whether zeros are written, too.
     is_dense: bool,
+    /// Whether chunks are written one after the other.
+    is_in_order: bool,
     /// The number of unreadable bytes that became zeros so far; `None` if a read error stops the
     /// copy.
     lost: Option<AtomicU64>,
@@ -130,6 +133,35 @@ impl<S: Storage> Part<S> {
 struct PartsScan<S: Storage> {
     index: usize,
     scan: StatusScan<Arc<Disk<S>>>,
+    /// The end of the last chunk that was found.
+    last: Option<oneshot::Receiver<()>>,
+}
+
+impl<S: Storage> PartsScan<S> {
+    /// The place of the chunk that was found last.
+    fn place(&mut self) -> Place {
+        let (written, is_written) = oneshot::channel();
+        Place { before: self.last.replace(is_written), _written: Some(written) }
+    }
+}
+
+/// The place of a chunk in the order of writes.
+#[derive(Default)]
+struct Place {
+    /// Ready when the chunk before it is written, or has failed.
+    before: Option<oneshot::Receiver<()>>,
+    /// Its drop lets the next chunk be written.
+    _written: Option<oneshot::Sender<()>>,
+}
+
+impl Place {
+    /// Waits until the chunk before is written.
+    async fn wait(&mut self) {
+        if let Some(before) = self.before.take() {
+            // An error says that the sender was dropped, which is the signal.
+            let _ = before.await;
+        }
+    }
 }
 
 impl<S: Storage> CopyJob<S> {
@@ -202,7 +234,8 @@ impl<S: Storage> CopyJob<S> {
         let Some(first) = parts.first() else {
             return Err(Error::new(ErrorKind::InvalidInput, "no source is given"));
         };
-        let scan = PartsScan { index: 0, scan: scan_of(first, before.as_ref(), options, chunk) };
+        let scan = scan_of(first, before.as_ref(), options, chunk);
+        let scan = PartsScan { index: 0, scan, last: None };
         Ok(Self {
             parts,
             total,
@@ -212,6 +245,7 @@ impl<S: Storage> CopyJob<S> {
             chunk,
             scan: Mutex::new(scan),
             is_dense: false,
+            is_in_order: false,
             lost: None,
             has_failed: AtomicBool::new(false),
             observer: None,
@@ -236,6 +270,14 @@ impl<S: Storage> CopyJob<S> {
         self.is_dense = true;
         self.writer.write_zeros();
         self.with_new_scan()
+    }
+
+    /// Makes the copy write its chunks one after the other, in the order of the disk; they are
+    /// still read in any order. So a new target allocates in that order, and equal sources give
+    /// equal qcow2 files. To be called before [`work`](Self::work).
+    #[must_use]
+    pub fn in_order(self) -> Self {
+        Self { is_in_order: true, ..self }
     }
 
     /// Makes each unreadable sector zeros in the copy. To be called before [`work`](Self::work).
@@ -269,7 +311,7 @@ impl<S: Storage> CopyJob<S> {
 
     fn with_new_scan(mut self) -> Self {
         if let Some(first) = self.parts.first() {
-            self.scan = Mutex::new(PartsScan { index: 0, scan: self.scan_of(first) });
+            self.scan = Mutex::new(PartsScan { index: 0, scan: self.scan_of(first), last: None });
         }
         self
     }
@@ -312,7 +354,7 @@ impl<S: Storage> CopyJob<S> {
             TargetContent::Zero => Buffer::new(0),
             TargetContent::Unknown => Buffer::new(self.chunk as usize),
         };
-        while let Some((part, chunk)) = self.next().await? {
+        while let Some((part, chunk, mut place)) = self.next().await? {
             let length = chunk.range.length();
             let read = read_from(&part.source, part.shift(), part.end(), &chunk, &mut buffer).await;
             match (&self.lost, read) {
@@ -322,6 +364,7 @@ impl<S: Storage> CopyJob<S> {
                 }
                 (_, read) => read?,
             }
+            place.wait().await;
             match self.options.target_content {
                 TargetContent::Zero => self.copy(&chunk, &mut buffer).await?,
                 TargetContent::Unknown => self.update(&chunk, &mut buffer, &mut old).await?,
@@ -334,7 +377,7 @@ impl<S: Storage> CopyJob<S> {
         Ok(())
     }
 
-    async fn next(&self) -> Result<Option<(&Part<S>, Chunk)>> {
+    async fn next(&self) -> Result<Option<(&Part<S>, Chunk, Place)>> {
         let mut scan = self.scan.lock().await;
         if self.has_failed.load(Ordering::Relaxed) {
             return Ok(None);
@@ -346,10 +389,11 @@ impl<S: Storage> CopyJob<S> {
             self.in_flight.fetch_add(length, Ordering::Release);
             self.passed.store(scan.scan.offset(), Ordering::Release);
             if let Some(chunk) = chunk {
-                return Ok(Some((part, chunk)));
+                let place = if self.is_in_order { scan.place() } else { Place::default() };
+                return Ok(Some((part, chunk, place)));
             }
             let Some(next) = self.parts.get(scan.index + 1) else { return Ok(None) };
-            *scan = PartsScan { index: scan.index + 1, scan: self.scan_of(next) };
+            (scan.index, scan.scan) = (scan.index + 1, self.scan_of(next));
         }
     }
 
