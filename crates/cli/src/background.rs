@@ -24,6 +24,9 @@ use crate::{called_as, output};
 /// lines with the addresses at which it listens.
 pub const OPTION: &str = "--in-background";
 
+/// The texts in arguments that name a descriptor; the last three are those of qemu-storage-daemon.
+const DESCRIPTORS: [&[u8]; 4] = [b"/fd/", b"fd=", b"=fd", b"\"fd\""];
+
 /// Bytes of one read of the server's output.
 const CHUNK: usize = 4096;
 
@@ -37,7 +40,7 @@ pub enum Started {
 
 /// Starts `blockhouse` with the arguments of a `serve` command, which include [`OPTION`], and waits
 /// until the server listens or has ended. The server inherits standard input and other descriptors
-/// only if an argument names one (`/dev/stdin`, `/dev/fd/3`).
+/// only if an argument names one (`/dev/stdin`, `/dev/fd/3`, `fd=3`).
 ///
 /// # Errors
 /// The server cannot be started, or was killed by a signal before it listened.
@@ -48,7 +51,7 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     };
     let mut command = Command::new(program);
     command.stdin(if names(b"/dev/stdin") { Stdio::inherit() } else { Stdio::null() });
-    if !names(b"/fd/") {
+    if !DESCRIPTORS.iter().any(|text| names(text)) {
         keep_descriptors_from_children().context("cannot start the server")?;
     }
     let mut words = &words[..];

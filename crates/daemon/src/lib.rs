@@ -36,7 +36,7 @@ mod service;
 
 pub use endpoints::sockets::runtime_folder;
 pub use launcher::{WORD as LAUNCH_WORD, run as launch};
-pub use process::{key_memory, stop_request};
+pub use process::{key_memory, passed_sockets, stop_request};
 pub use qmp::qcow2_words;
 pub use sandbox::SandboxReport;
 pub use server::run::run;

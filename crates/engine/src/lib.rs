@@ -75,7 +75,7 @@ pub use memory::guest_memory::{
 pub use memory::locked::{Locked, LockedBytes};
 pub use process::descriptors::{
     DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage,
-    keep_descriptors_from_children, raise_descriptor_limit,
+    keep_descriptors_from_children, raise_descriptor_limit, take_inherited_socket,
 };
 pub use process::device_user::{device_folder, device_user, hold_unused, is_in_use};
 pub use process::local_time::{DateTime, local_time};

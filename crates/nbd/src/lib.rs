@@ -65,7 +65,7 @@ pub use bitmap::ExportBitmap;
 pub use blockhouse_nbd_protocol as proto;
 pub use blockhouse_nbd_protocol::uri;
 pub use server::{
-    BoundSocket, ClientEvent, ClientObserver, Export, ExportError, Exports, Limits,
+    BACKLOG, BoundSocket, ClientEvent, ClientObserver, Export, ExportError, Exports, Limits,
     MAX_EXPORT_BITMAPS, PausedConnection, PausedSession, Server, SocketFile, SocketPermissions,
     bind, bind_for, bind_private,
 };

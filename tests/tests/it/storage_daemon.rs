@@ -2,6 +2,7 @@
 //! program.
 
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -140,6 +141,11 @@ fn wrong_options_are_refused_with_the_words_of_qemu() {
             "addr.type=unix,addr.path=DIR/s",
         ],
         &["--nbd-server", "addr.type=unix,addr.path=DIR/s", "--export", "nbd,id=e,node-name=zz"],
+        &["--nbd-server", "addr.type=fd,addr.str=1"],
+        &["--nbd-server", "addr.type=fd,addr.str=99"],
+        &["--nbd-server", "addr.type=fd,addr.str=x"],
+        &["--chardev", "socket,id=c,fd=x,server=on"],
+        &["--chardev", "socket,id=c,fd=3,path=DIR/s,server=on"],
         &["--object", "zz,id=x"],
         &["--object", "iothread"],
         &["--object", "iothread,id=i", "--object", "iothread,id=i"],
@@ -317,6 +323,51 @@ fn a_monitor_may_be_a_socket_that_a_client_listens_at() {
     other.get("quit", json!({}));
     assert!(daemon.0.wait().expect("a child").success());
     assert!(!pid.exists() && !listening.exists());
+}
+
+#[test]
+fn a_launcher_passes_listening_sockets_and_connections_by_number() {
+    require!(need::tools(&[NAME]));
+    let scratch = Scratch::new();
+    std::fs::write(scratch.path("r"), vec![0; MIB as usize]).expect("room");
+    let line = [
+        "--blockdev",
+        "file,node-name=f,filename=DIR/r",
+        "--nbd-server",
+        "addr.type=fd,addr.str=3",
+        "--export",
+        "nbd,id=e,node-name=f",
+        "--chardev",
+        "socket,id=s,fd=4,server=on,wait=off",
+        "--chardev",
+        "socket,id=c,fd=5",
+        "--monitor",
+        "s",
+        "--monitor",
+        "c",
+    ];
+    let line = words(&line, &scratch.path(""));
+    for (name, program) in [("own", ours(&scratch)), ("theirs", tool(NAME))] {
+        let [nbd, qmp] = ["nbd", "qmp"].map(|what| scratch.socket(&format!("{name}-{what}")));
+        let listen = |path| OwnedFd::from(UnixListener::bind(path).expect("a socket"));
+        let (near, far) = UnixStream::pair().expect("a socket");
+        let script = "exec \"$@\" 3>&1 4>&2 5<&0 0</dev/null >/dev/null 2>&1";
+        let mut launcher = Command::new("sh");
+        launcher.args(["-c", script, "sh"]).arg(program.get_program()).args(&line);
+        launcher.stdin(OwnedFd::from(far)).stdout(listen(&nbd)).stderr(listen(&qmp));
+        let mut daemon = Daemon(launcher.spawn().expect("it is there"));
+        // The daemon alone has the sockets now.
+        drop(launcher);
+        let mut monitor = Qmp::over(near);
+        assert_eq!(Client::at(&nbd, "f").read(0, 512), Ok(vec![0; 512]));
+        monitor.get("nbd-server-stop", json!({}));
+        wait_until("it does not listen any more", || UnixStream::connect(&nbd).is_err());
+        let addr = json!({ "type": "fd", "data": { "str": "3" } });
+        let why = monitor.refused("nbd-server-start", json!({ "addr": addr }));
+        assert!(why.contains("only QEMU supports"), "{why}");
+        Qmp::connect(&qmp).get("quit", json!({}));
+        assert!(daemon.0.wait().expect("a child").success());
+    }
 }
 
 #[test]

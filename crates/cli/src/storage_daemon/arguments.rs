@@ -17,8 +17,9 @@ struct Options {
     /// 'blockdev-add'.
     #[arg(long, value_name = "OPTIONS")]
     blockdev: Vec<String>,
-    /// Serve NBD clients here: addr.type=unix with addr.path=SOCKET, or addr.type=inet with
-    /// addr.host=HOST and addr.port=PORT; tls-creds=ID for TLS.
+    /// Serve NBD clients here: addr.type=unix with addr.path=SOCKET, addr.type=inet with
+    /// addr.host=HOST and addr.port=PORT, or addr.type=fd with addr.str=N for a socket that is open
+    /// as descriptor N; tls-creds=ID for TLS.
     #[arg(long, value_name = "OPTIONS")]
     nbd_server: Vec<String>,
     /// Export a node: nbd or vhost-user-blk, with id=ID and node-name=NAME; writable=on lets
@@ -30,7 +31,8 @@ struct Options {
     /// tls-creds-x509 or tls-creds-psk.
     #[arg(long, value_name = "OPTIONS")]
     object: Vec<String>,
-    /// Make a character device: socket,id=ID,path=SOCKET[,server=on] or stdio,id=ID.
+    /// Make a character device: socket,id=ID,path=SOCKET[,server=on], the same with fd=N for a
+    /// socket that is open as descriptor N, or stdio,id=ID.
     #[arg(long, value_name = "OPTIONS")]
     chardev: Vec<String>,
     /// Accept QMP commands at a character device: [chardev=]ID.
@@ -110,6 +112,8 @@ pub struct Plan {
     pub monitors: Vec<Chardev>,
     /// The TLS object: its id, its kind, and the folder of its files.
     pub tls: Option<(String, TlsKind, PathBuf)>,
+    /// The listening sockets of NBD servers that were passed by number, each with its option.
+    pub passed: Vec<(String, i32)>,
     /// The number of iothread objects.
     pub threads: usize,
 }
@@ -189,6 +193,12 @@ impl Plan {
         let Parsed { arguments, are_words } = keyval::parse(text, implied)?;
         if name == "object-add" {
             self.note_object(&arguments)?;
+        }
+        let address = arguments.get("addr").filter(|_| name == "nbd-server-start");
+        if let Some(address) = address.filter(|address| address["type"] == "fd")
+            && let Some(number) = address["str"].as_str().and_then(|text| text.parse().ok())
+        {
+            self.passed.push((said.to_owned(), number));
         }
         self.commands.push(FirstCommand { said: said.to_owned(), name, arguments, are_words });
         Ok(())

@@ -31,13 +31,18 @@ pub struct Chardev {
 pub enum Kind {
     /// A socket that clients connect to.
     Listening(PathBuf),
+    /// A socket with this descriptor that clients connect to.
+    PassedListening(i32),
+    /// A connection with this descriptor.
+    PassedConnection(i32),
     /// A socket that a client listens at.
     Connecting(PathBuf),
     /// Standard input and output.
     Stdio,
 }
 
-/// Parses `socket,id=ID,path=PATH[,server=on|off][,wait=on|off]` or `stdio,id=ID`.
+/// Parses `socket,id=ID,path=PATH[,server=on|off][,wait=on|off]`, the same with `fd=N` instead of
+/// the path, or `stdio,id=ID`.
 ///
 /// # Errors
 /// The reason why `text` describes no device.
@@ -45,7 +50,7 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
     let mut parts = split(text).into_iter();
     let backend = parts.next().unwrap_or_default();
     let backend = backend.strip_prefix("backend=").unwrap_or(&backend);
-    let (mut id, mut path, mut is_server) = (None, None, false);
+    let (mut id, mut path, mut number, mut is_server) = (None, None, None, false);
     for part in parts {
         // The old form of switches: NAME or noNAME.
         let (key, value) = part.split_once('=').unwrap_or(match part.strip_prefix("no") {
@@ -59,7 +64,11 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
             // These values are checked but have no effect: startup never waits for a client, and a
             // terminal's signals stay as they are.
             ("wait", "socket") | ("signal", "stdio") => _ = switch(key, value)?,
-            ("host" | "port" | "fd", "socket") => {
+            ("fd", "socket") => {
+                let wrong = |_| format!("Unable to parse FD number {value}");
+                number = Some(value.parse().map_err(wrong)?);
+            }
+            ("host" | "port", "socket") => {
                 return Err(format!(
                     "'{key}' is not possible here: clients of QMP are at Unix sockets (path=)"
                 ));
@@ -68,11 +77,16 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
         }
     }
     let id = id.ok_or("Parameter 'id' is missing")?;
-    let kind = match (backend, path, is_server) {
+    let kind = match (backend, path, number) {
         ("stdio", ..) => Kind::Stdio,
-        ("socket", None, _) => return Err("Parameter 'path' is missing".into()),
-        ("socket", Some(path), true) => Kind::Listening(path),
-        ("socket", Some(path), false) => Kind::Connecting(path),
+        ("socket", None, None) => return Err("Parameter 'path' is missing".into()),
+        ("socket", Some(_), Some(_)) => {
+            return Err("None or one of 'path', 'fd' or 'host' option required.".into());
+        }
+        ("socket", Some(path), None) if is_server => Kind::Listening(path),
+        ("socket", Some(path), None) => Kind::Connecting(path),
+        ("socket", None, Some(number)) if is_server => Kind::PassedListening(number),
+        ("socket", None, Some(number)) => Kind::PassedConnection(number),
         _ => {
             return Err(format!("Character devices of the kind '{backend}' are not possible here"));
         }
@@ -128,6 +142,8 @@ mod tests {
         for (text, kind) in [
             ("socket,id=c,path=/s,server=on,wait=off", Kind::Listening("/s".into())),
             ("socket,id=c,path=/s,server,nowait", Kind::Listening("/s".into())),
+            ("socket,id=c,fd=3,server=on,wait=off", Kind::PassedListening(3)),
+            ("socket,id=c,fd=4", Kind::PassedConnection(4)),
             ("socket,path=a,,b,id=c", Kind::Connecting("a,b".into())),
             ("stdio,id=c", Kind::Stdio),
             ("backend=stdio,id=c,signal=off", Kind::Stdio),
@@ -137,6 +153,8 @@ mod tests {
         for (text, words) in [
             ("socket,path=/s", "'id' is missing"),
             ("socket,id=c", "'path' is missing"),
+            ("socket,id=c,fd=x", "Unable to parse FD number x"),
+            ("socket,id=c,fd=3,path=/s", "None or one of"),
             ("socket,id=c,host=h,port=1", "'host' is not possible"),
             ("socket,id=c,path=/s,server=maybe", "expects 'on' or 'off'"),
             ("pty,id=c", "'pty' are not possible"),

@@ -11,6 +11,7 @@ mod chardev;
 mod keyval;
 
 use std::ffi::OsString;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
@@ -19,7 +20,10 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_config::control_socket::{Answers, ControlSocket};
 use blockhouse_config::server::{ServerConfig, TlsSetup};
 use blockhouse_config::setup::{Setup, StorageDaemon};
+use blockhouse_daemon::passed_sockets;
+use blockhouse_engine::take_inherited_socket;
 use blockhouse_nbd::{SocketPermissions, TlsFiles, TlsMode};
+use rustix::io::Errno;
 
 pub use self::arguments::Arguments;
 use self::arguments::{Plan, TlsKind};
@@ -77,19 +81,31 @@ fn daemonize() -> Result<ExitCode> {
 
 /// The setup of the daemon.
 fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
-    let Plan { commands, monitors, tls, threads } = plan;
+    let Plan { commands, monitors, tls, passed, threads } = plan;
     let mut daemon = StorageDaemon { commands, ..Default::default() };
     let mut stdio = None;
+    for (said, number) in passed {
+        passed_sockets::take(number).map_err(|error| not_passed(&said, number, &error))?;
+    }
     for device in monitors {
+        let said = format!("--chardev {}", device.id);
+        let mut listen = |path, permissions| {
+            daemon.sockets.push(ControlSocket { path, permissions, answers: Answers::All });
+        };
         match device.kind {
-            Kind::Listening(path) => {
-                let permissions = SocketPermissions::PRIVATE;
-                daemon.sockets.push(ControlSocket { path, permissions, answers: Answers::All });
+            Kind::Listening(path) => listen(path, SocketPermissions::PRIVATE),
+            Kind::PassedListening(number) => {
+                let path = passed_sockets::take(number);
+                let path = path.map_err(|error| not_passed(&said, number, &error))?;
+                listen(path, SocketPermissions::default());
+            }
+            Kind::PassedConnection(number) => {
+                let connection = take_inherited_socket(number);
+                let connection = connection.map_err(|error| not_passed(&said, number, &error))?;
+                daemon.connections.push(connection);
             }
             Kind::Connecting(path) => {
-                let cannot = || {
-                    format!("--chardev {}: Failed to connect to '{}'", device.id, path.display())
-                };
+                let cannot = || format!("{said}: Failed to connect to '{}'", path.display());
                 let stream = UnixStream::connect(&path).with_context(cannot)?;
                 daemon.connections.push(OwnedFd::from(stream));
             }
@@ -122,4 +138,12 @@ fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
     let storage_daemon = Some(daemon);
     let setup = Setup { server, tls, ends_at_hangup, storage_daemon, ..Setup::default() };
     Ok((setup, stdio))
+}
+
+/// The error for a descriptor that cannot be used, in QEMU's words.
+fn not_passed(said: &str, number: i32, error: &io::Error) -> anyhow::Error {
+    match Errno::from_io_error(error) {
+        Some(Errno::NOTSOCK) => anyhow!("{said}: File descriptor '{number}' is not a socket"),
+        _ => anyhow!("{said}: Failed to listen on fd socket: {error}"),
+    }
 }

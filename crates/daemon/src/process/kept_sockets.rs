@@ -22,7 +22,7 @@ use blockhouse_nbd::{BoundSocket, SocketFile, SocketPermissions, bind_for};
 use parking_lot::Mutex;
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 
-use crate::process::service_manager;
+use crate::process::{passed_sockets, service_manager};
 
 /// The prefix of our sockets' names. The names also have an equals sign, which names of units
 /// cannot have: sockets that systemd passes from socket units are named after the units.
@@ -51,12 +51,15 @@ pub(crate) fn take_in(name: &str, socket: OwnedFd) {
     KEPT.lock().push(Kept { name: name.to_owned(), socket });
 }
 
-/// Listens at an address, with the socket that was kept for it if there is one, and stores the
-/// socket at the service manager.
+/// Listens at an address, with the socket that was passed or kept for it if there is one. A new
+/// socket is stored at the service manager.
 ///
 /// # Errors
 /// The errors of [`bind_for`].
 pub(crate) fn bind(address: &Address, permissions: SocketPermissions) -> Result<BoundSocket> {
+    if let Some(bound) = passed_sockets::find(address) {
+        return Ok(bound);
+    }
     if let Some(bound) = find(address) {
         if let Some(file) = &bound.file {
             file.permit(permissions)?;

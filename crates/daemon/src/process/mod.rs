@@ -1,10 +1,11 @@
 //! The process and its service manager: threads with event loops, signals, the watchdog, the pid
-//! file, kept sockets.
+//! file, kept and passed sockets.
 
 pub(crate) mod blocking;
 pub(crate) mod clients;
 pub(crate) mod kept_sockets;
 pub mod key_memory;
+pub mod passed_sockets;
 pub(crate) mod pid_file;
 pub(crate) mod service_manager;
 pub(crate) mod stdin;

@@ -35,6 +35,11 @@ impl Arguments {
         Self { are_words, is_option: true, ..Self::new(given) }
     }
 
+    /// Whether the arguments come from a command-line option.
+    pub(super) fn is_option(&self) -> bool {
+        self.is_option
+    }
+
     /// The object with the parts of an address: its member `data`, or in a command-line option the
     /// address itself.
     pub(super) fn parts_of_address(self) -> Result<Self, QmpError> {

@@ -16,6 +16,7 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::objects::{check_server_tls, check_thread};
 use super::state::{NamedExport, NbdServer};
+use crate::process::passed_sockets;
 
 /// `query-block-exports`.
 pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {
@@ -328,6 +329,7 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
 /// Parses a `SocketAddressLegacy`.
 fn address(mut given: Arguments) -> Result<Address, QmpError> {
     let kind = given.needed_word("type", &["inet", "unix", "vsock", "fd"])?;
+    let is_option = given.is_option();
     let mut data = given.parts_of_address()?;
     let address = match kind {
         "inet" => {
@@ -342,6 +344,16 @@ fn address(mut given: Arguments) -> Result<Address, QmpError> {
             data.flag("tight", true)?;
             data.end()?;
             Address::Unix(absolute(&path)?)
+        }
+        // QEMU's error: no command passes a descriptor to a storage daemon.
+        "fd" if !is_option => {
+            return Err(QmpError::generic("only QEMU supports file descriptor passing"));
+        }
+        "fd" => {
+            let number = data.text("str")?;
+            data.end()?;
+            let wrong = |_| QmpError::generic(format!("Unable to parse FD number {number}"));
+            Address::Unix(passed_sockets::path_of(number.parse().map_err(wrong)?))
         }
         _ => {
             let why = format!("Addresses of the type '{kind}' are not possible here");

@@ -1,10 +1,12 @@
 //! The limit on open descriptors (`RLIMIT_NOFILE`), and the other needs of an accepted connection.
 
 use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::io::Errno;
+use rustix::fs::{FileType, fstat};
+use rustix::io::{Errno, FdFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// The hint in an error message when descriptors run out.
@@ -46,6 +48,28 @@ pub fn keep_descriptors_from_children() -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Takes a socket that the program which started this process has passed by this number.
+///
+/// # Errors
+/// `ENOTSOCK` if no socket was passed so. Standard input, output and error are not passed sockets.
+pub fn take_inherited_socket(number: i32) -> io::Result<OwnedFd> {
+    let none = || io::Error::from(Errno::NOTSOCK);
+    if number < 3 {
+        return Err(none());
+    }
+    // SAFETY: `fcntl` takes no pointer, and these commands change no file.
+    let flags = unsafe { libc::fcntl(number, libc::F_GETFD) };
+    // All descriptors that this process has opened are close-on-exec; so is each after its taking.
+    if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
+        return Err(none());
+    }
+    // SAFETY: the descriptor is open, and was inherited, so nothing in this process owns it.
+    let descriptor = unsafe { OwnedFd::from_raw_fd(number) };
+    rustix::io::fcntl_setfd(&descriptor, FdFlags::CLOEXEC)?;
+    let is_socket = FileType::from_raw_mode(fstat(&descriptor)?.st_mode) == FileType::Socket;
+    if is_socket { Ok(descriptor) } else { Err(none()) }
 }
 
 /// Whether a connection could not be accepted because descriptors or memory ran out. The connection

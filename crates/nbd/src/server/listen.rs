@@ -24,7 +24,7 @@ use crate::uri::Address;
 const MAX_SOCKET_PATH: usize = 107;
 
 /// Connections that may wait for accept.
-const BACKLOG: i32 = 128;
+pub const BACKLOG: i32 = 128;
 
 /// A listening socket, for [`Listener::new`](blockhouse_engine::Listener::new).
 #[derive(Debug)]

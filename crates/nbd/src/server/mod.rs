@@ -26,7 +26,9 @@ use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep, timeout};
 use connection::Connection;
 pub use exports::{ClientEvent, ClientObserver, Export, ExportError, Exports, MAX_EXPORT_BITMAPS};
 pub use limits::Limits;
-pub use listen::{BoundSocket, SocketFile, SocketPermissions, bind, bind_for, bind_private};
+pub use listen::{
+    BACKLOG, BoundSocket, SocketFile, SocketPermissions, bind, bind_for, bind_private,
+};
 pub use paused::{PausedConnection, PausedSession};
 use peer::{Peer, Transport};
 use registry::{Clients, ConnectionGuard, Origin, Registry};
