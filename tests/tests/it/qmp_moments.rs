@@ -202,6 +202,37 @@ fn an_overlay_with_data_is_refused() {
 }
 
 #[test]
+fn a_disk_becomes_as_long_as_its_overlay_and_its_base_by_a_commit() {
+    let mut rig = require!(Rig::start(&["a"]));
+    let last = 2 * MIB - 512;
+    for (name, size) in [("long", "2M"), ("short", "512k")] {
+        qemu_img(&["create", "-q", "-f", "qcow2", str(&rig.path(name)), size]).success();
+        rig.add(name);
+    }
+    let snapshot = |overlay: &str| json!({ "node": "a", "overlay": overlay });
+    assert!(rig.qmp.refused("blockdev-snapshot", snapshot("short")).contains("has 524288 bytes"));
+    // Bitmaps have the size of their disk.
+    let bitmap = json!({ "node": "a", "name": "m" });
+    rig.qmp.get("block-dirty-bitmap-add", bitmap.clone());
+    assert!(rig.qmp.refused("blockdev-snapshot", snapshot("long")).contains("has 2097152 bytes"));
+    rig.qmp.get("block-dirty-bitmap-remove", bitmap);
+    let mut early = rig.connect("a");
+    rig.qmp.get("blockdev-snapshot", snapshot("long"));
+    assert_eq!(early.write(MIB - 512, &[8; 512], 0), 0);
+    let mut client = rig.connect("a");
+    assert_eq!(client.read(MIB, 512), Ok(vec![0; 512]));
+    assert_eq!(client.write(last, &[9; 512], 0), 0);
+    rig.qmp.get("block-commit", json!({ "device": "long", "job-id": "j" }));
+    rig.qmp.events_until("j", "ready");
+    rig.qmp.get("job-complete", json!({ "id": "j" }));
+    rig.qmp.events_until("j", "null");
+    assert_eq!(client.read(last, 512), Ok(vec![9; 512]));
+    let Rig { scratch, _server: server, .. } = rig;
+    server.stop();
+    check_bytes(&scratch.path("a"), &[(0, 7), (MIB - 512, 8), (MIB, 0), (last, 9)]);
+}
+
+#[test]
 fn an_overlay_whose_base_a_stream_took_out_is_removed() {
     let mut rig = require!(Rig::start(&[]));
     rig.new_image("base");

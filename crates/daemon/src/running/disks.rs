@@ -371,10 +371,15 @@ impl Running {
         }
         let new = disk.size();
         if new != old {
-            self.exports.tell_guests_of_size(name);
-            self.events.tell(Event::DiskResized { disk: name.into(), size: new });
+            self.tell_size(name, new);
         }
         Ok(Resized { old, new })
+    }
+
+    /// Tells guests and subscribers a disk's new size.
+    pub(super) fn tell_size(&self, name: &str, size: u64) {
+        self.exports.tell_guests_of_size(name);
+        self.events.tell(Event::DiskResized { disk: name.into(), size });
     }
 
     /// Updates the size of an image that another program made longer, notifies guests, and retries

@@ -64,7 +64,11 @@ pub(crate) async fn fork_disks(
         ),
     }
     let plans = disks.iter().zip(&setups).map(|(disk, setup)| plan(running, disk, setup));
+    let sizes: Vec<_> = disks.iter().map(|disk| disk.disk.size()).collect();
     let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
+    for (disk, _) in disks.iter().zip(sizes).filter(|(disk, old)| disk.disk.size() != *old) {
+        running.tell_size(disk.name(), disk.disk.size());
+    }
     let report = take_in(running, &disks, &setups, forked, pause).await;
     for ForkedDisk { disk, layer, overlay, .. } in &report.1.disks {
         let Some(overlay) = overlay else { continue };

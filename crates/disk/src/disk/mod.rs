@@ -71,6 +71,7 @@ use images::{Images, Link};
 pub use jobs::DiskJobs;
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
+pub(crate) use quiesced::check_overlay_size;
 pub use quiesced::{QuiescedDisk, ReplacedImage};
 pub use stats::DiskStats;
 use write_protection::WriteProtection;

@@ -35,7 +35,8 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Fails if `image` cannot replace this disk's image: its size differs, it is read-only, or it
-    /// has a volatile write cache and the guest was offered a disk without one.
+    /// has a volatile write cache and the guest was offered a disk without one. An overlay of the
+    /// disk's image may be longer.
     ///
     /// # Errors
     /// `InvalidInput`, `ReadOnly` or `Unsupported`.
@@ -191,9 +192,11 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
 
 /// As [`Disk::check_replacement`], but the image may be read-only.
 fn check_same_disk<S: Storage>(disk: &Disk<S>, image: &Image<S>) -> Result<()> {
-    if image.size() != disk.size() {
-        let what = format!("has {} bytes, and {} has {}", image.size(), disk.name(), disk.size());
-        return Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
+    let own = disk.image().layer();
+    match image.layer().backing_layer() {
+        Some(layer) if Arc::ptr_eq(layer, own) => check_overlay_size(disk, image)?,
+        _ if image.size() == disk.size() => {}
+        _ => return Err(wrong_size(disk, image)),
     }
     let cache = |image: &Image<S>| image.capabilities().write_cache;
     if cache(disk.image()) == WriteCache::None && cache(image) != WriteCache::None {
@@ -203,6 +206,24 @@ fn check_same_disk<S: Storage>(disk: &Disk<S>, image: &Image<S>) -> Result<()> {
             .hint("open it with the cache mode writethrough or directsync"));
     }
     Ok(())
+}
+
+/// Fails if an image with the size of `overlay` cannot be an overlay in which the disk goes on. A
+/// longer one makes the disk longer, and its new part reads as zeros. A disk with bitmaps keeps its
+/// size, because they have that size.
+///
+/// # Errors
+/// `InvalidInput`.
+pub(crate) fn check_overlay_size<S: Storage>(disk: &Disk<S>, overlay: &Image<S>) -> Result<()> {
+    let (old, new) = (disk.size(), overlay.size());
+    let has_bitmaps = disk.format().has_bitmaps() || !disk.transient_bitmaps.get().is_empty();
+    let may_grow = new > old && new.is_multiple_of(disk.logical_block_size()) && !has_bitmaps;
+    if new == old || may_grow { Ok(()) } else { Err(wrong_size(disk, overlay)) }
+}
+
+fn wrong_size<S: Storage>(disk: &Disk<S>, image: &Image<S>) -> Error {
+    let what = format!("has {} bytes, and {} has {}", image.size(), disk.name(), disk.size());
+    Error::new(ErrorKind::InvalidInput, what).on(image.name())
 }
 
 /// An image that was replaced: no new request goes to it.

@@ -34,7 +34,7 @@ use super::open_image::open;
 use super::open_location::path_in_use;
 use super::unlock::{Secrets, WithoutKey, unlocked};
 use super::unwritten::{UnwrittenOverlay, check_unwritten};
-use crate::disk::{Disk, ReplacedImage};
+use crate::disk::{Disk, ReplacedImage, check_overlay_size};
 use crate::image::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
@@ -306,6 +306,7 @@ impl<'a> Steps<'a> {
         let image = open(path, options.for_purpose(Purpose::Image)).await?;
         let given = async {
             check_unwritten(&image).await?;
+            check_overlay_size(self.fork.disk, image.image())?;
             if self.fork.disk.image().has_encrypted_layer() && !image.image().is_encrypted() {
                 let what = "is not encrypted, and the disk that would go on in it is";
                 let error =
