@@ -250,6 +250,36 @@ fn an_overlay_whose_base_a_stream_took_out_is_removed() {
 }
 
 #[test]
+fn nodes_that_jobs_take_out_of_a_chain_are_removed_by_their_clients() {
+    let mut rig = require!(Rig::start(&[]));
+    for name in ["a", "b", "c", "d"] {
+        rig.new_image(name);
+        rig.add(name);
+    }
+    for (node, overlay) in [("a", "b"), ("b", "c"), ("c", "d")] {
+        rig.qmp.get("blockdev-snapshot", json!({ "node": node, "overlay": overlay }));
+    }
+    let commit = |top: &str, base: &str| json!({ "job-id": "j", "device": "d", "top-node": top, "base-node": base });
+    rig.qmp.get("block-commit", commit("c", "b"));
+    rig.qmp.events_until("j", "null");
+    rig.qmp.get("block-commit", commit("d", "b"));
+    rig.qmp.events_until("j", "ready");
+    rig.qmp.get("job-complete", json!({ "id": "j" }));
+    rig.qmp.events_until("j", "null");
+    rig.qmp.get("block-stream", json!({ "job-id": "j", "device": "b" }));
+    rig.qmp.events_until("j", "null");
+    for name in ["c", "d", "a"] {
+        // The name is not free before.
+        rig.new_image("new");
+        let node = json!({ "driver": "file", "node-name": name, "filename": rig.path("new") });
+        assert!(rig.qmp.refused("blockdev-add", node.clone()).contains("Duplicate nodes"));
+        rig.qmp.get("blockdev-del", json!({ "node-name": name }));
+        rig.qmp.get("blockdev-add", node);
+        rig.qmp.get("blockdev-del", json!({ "node-name": name }));
+    }
+}
+
+#[test]
 fn the_name_of_an_overlay_is_used_again_after_its_commit() {
     let mut rig = require!(Rig::start(&[]));
     rig.new_image("base");

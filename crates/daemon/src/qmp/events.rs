@@ -89,7 +89,7 @@ fn follow_disk(context: &Context, job: &str, disk: &str) {
     match (job.kind, &job.target_disk) {
         ("mirror", Some(target)) if is_switched => state.move_to(disk, target),
         ("commit", _) => match job.left_out.get() {
-            Some(layers) => state.leave_out(disk, layers.clone()),
+            Some(layers) => state.leave_out(disk, |_| layers.clone()),
             None => state.pop_top(disk),
         },
         ("stream", _) => state.detach(disk, behind),

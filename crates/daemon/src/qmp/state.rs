@@ -136,7 +136,8 @@ pub(super) struct State {
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
     /// The parameters of `Context::open` of the disks that clients have added.
     pub(super) opened: BTreeMap<String, Value>,
-    /// The nodes of images from which a mirror has moved a disk. These images are no longer disks.
+    /// The nodes of images that a job has taken out of their disk's chain. These images are not
+    /// open any more; clients remove the nodes as they do in QEMU.
     pub(super) left: BTreeSet<String>,
     /// Disks whose backing content is another open node, by name: targets of backups of that node.
     pub(super) over: BTreeMap<String, String>,
@@ -204,9 +205,7 @@ impl State {
     /// Removes the top node of a disk that now uses its backing file, if the backing file has a
     /// node.
     pub(super) fn pop_top(&mut self, disk: &str) {
-        if let Some(nodes) = self.chains.get_mut(disk).filter(|nodes| nodes.len() > 1) {
-            nodes.remove(0);
-        }
+        self.leave_out(disk, |nodes| 0..usize::from(nodes > 1));
     }
 
     /// Gives a disk the nodes of `target`, to whose image it has moved; `target` is not a disk any
@@ -240,7 +239,7 @@ impl State {
         }
     }
 
-    /// Forgets the node of an image from which a mirror has moved a disk. Returns whether there was
+    /// Forgets the node of an image that a job has taken out of a chain. Returns whether there was
     /// one.
     pub(super) fn forget_left(&mut self, node: &str) -> bool {
         let is_left = self.left.remove(node);
@@ -259,17 +258,17 @@ impl State {
     /// Keeps the top node of a disk and the nodes of its last `behind` backing files, and forgets
     /// the others.
     pub(super) fn detach(&mut self, disk: &str, behind: usize) {
-        if let Some(nodes) = self.chains.get_mut(disk) {
-            let passed = nodes.len().saturating_sub(behind).max(1);
-            nodes.drain(1..passed);
-        }
+        self.leave_out(disk, |nodes| 1..nodes.saturating_sub(behind).max(1));
     }
 
-    /// Forgets the nodes of images at these depths of a disk's chain.
-    pub(super) fn leave_out(&mut self, disk: &str, depths: Range<usize>) {
+    /// Takes nodes out of a disk's chain. `depths` gets the number of nodes. A node that a client
+    /// has added stays until the client removes it.
+    pub(super) fn leave_out(&mut self, disk: &str, depths: impl FnOnce(usize) -> Range<usize>) {
         if let Some(nodes) = self.chains.get_mut(disk) {
-            let end = depths.end.min(nodes.len());
-            nodes.drain(depths.start.min(end)..end);
+            let Range { start, end } = depths(nodes.len());
+            let end = end.min(nodes.len());
+            let taken = nodes.drain(start.min(end)..end);
+            self.left.extend(taken.filter(|node| node.is_owned).map(|node| node.name));
         }
     }
 
