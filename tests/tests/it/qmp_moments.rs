@@ -521,6 +521,44 @@ fn a_mirror_is_a_copy_or_the_image_in_which_its_disk_goes_on() {
 }
 
 #[test]
+fn a_job_waits_for_its_finalization_if_its_client_says_so() {
+    let mut rig = require!(Rig::start(&["a"]));
+    for name in ["t", "u"] {
+        rig.new_image(name);
+        rig.add(name);
+    }
+    let mut client = rig.connect("a");
+    let wait = |rig: &mut Rig, target: &str| {
+        let mirror = json!({ "job-id": "j", "device": "a", "target": target, "sync": "full", "auto-finalize": false });
+        rig.qmp.get("blockdev-mirror", mirror);
+        rig.qmp.events_until("j", "ready");
+        assert!(rig.qmp.refused("job-finalize", json!({ "id": "j" })).contains("state 'ready'"));
+        rig.qmp.get("job-complete", json!({ "id": "j" }));
+        let jobs = rig.qmp.get("query-block-jobs", json!({}));
+        let told = (&jobs[0]["status"], &jobs[0]["auto-finalize"]);
+        assert_eq!(told, (&json!("pending"), &json!(false)));
+        assert!(rig.qmp.events.iter().any(|event| event["event"] == "BLOCK_JOB_PENDING"));
+        assert!(rig.qmp.refused("job-complete", json!({ "id": "j" })).contains("state 'pending'"));
+    };
+    wait(&mut rig, "u");
+    // The disk stays in its image.
+    rig.qmp.get("job-cancel", json!({ "id": "j" }));
+    rig.qmp.events_until("j", "null");
+    wait(&mut rig, "t");
+    // The guest goes on, and the mirror gets its changes.
+    assert_eq!(client.write(0, &[8; 512], 0), 0);
+    rig.qmp.get("job-finalize", json!({ "id": "j" }));
+    rig.qmp.events_until("j", "null");
+    assert_eq!(client.write(65_536, &[9; 512], 0), 0);
+    let stream = json!({ "job-id": "j", "device": "t", "auto-finalize": false });
+    assert!(rig.qmp.refused("block-stream", stream).contains("finalizes itself"));
+    let Rig { scratch, _server: server, .. } = rig;
+    server.stop();
+    check_bytes(&scratch.path("t"), &[(0, 8), (512, 7), (65_536, 9)]);
+    check_bytes(&scratch.path("a"), &[(65_536, 0)]);
+}
+
+#[test]
 fn a_node_stands_on_another_one() {
     let mut rig = require!(Rig::start(&[]));
     rig.new_image("base");

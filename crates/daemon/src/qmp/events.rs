@@ -33,14 +33,24 @@ fn take(context: &Context, event: Event) {
             events.tell_status(&job, "ready");
             events.tell("BLOCK_JOB_READY", block_job(context, &job));
         }
-        Event::JobPostponed { job, .. } => events.tell_status(&job, "ready"),
+        Event::JobPostponed { job, .. } => {
+            if let Some(traits) = context.state.borrow_mut().jobs.get_mut(&job) {
+                traits.pending = None;
+            }
+            events.tell_status(&job, "ready");
+        }
         Event::JobEnded { job, disk, outcome } => {
             let is_completed = outcome == "completed";
             if is_completed {
                 follow_disk(context, &job, &disk);
             }
             let name = if is_completed { "BLOCK_JOB_COMPLETED" } else { "BLOCK_JOB_CANCELLED" };
-            let before: &[_] = if is_completed { &["waiting", "pending"] } else { &["aborting"] };
+            let was_pending = context.state.borrow().pending(&job).is_some();
+            let before: &[_] = match is_completed {
+                true if was_pending => &[],
+                true => &["waiting", "pending"],
+                false => &["aborting"],
+            };
             end(context, &job, before, (name, block_job(context, &job)));
         }
         Event::JobFailed { job, error, .. } => {

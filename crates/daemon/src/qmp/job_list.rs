@@ -40,6 +40,7 @@ impl Job {
             "running" => "running",
             "paused" => "paused",
             "standby" => "standby",
+            "pending" => "pending",
             // In QEMU a job that is completing is still ready.
             "ready" | "completing" => "ready",
             _ => "concluded",
@@ -82,12 +83,17 @@ pub(super) async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
     Ok(jobs)
 }
 
-/// A job of the server. QEMU has its own status (`standby`) for a job that is ready and paused.
+/// A job of the server. QEMU has its own statuses for a job that is ready: `standby` if it is
+/// paused, and `pending` if it waits for `job-finalize`.
 fn of_server(context: &Context, told: Value) -> Job {
     let mut job = Job(told);
     let found = context.running.jobs().find(job.name()).ok();
     if job.is("paused") && found.is_some_and(|job| job.control.stage() == JobStage::Ready) {
         job.0["status"] = "standby".into();
+    }
+    let is_ready = ["ready", "standby", "completing"].iter().any(|status| job.is(status));
+    if is_ready && context.state.borrow().pending(job.name()).is_some() {
+        job.0["status"] = "pending".into();
     }
     job
 }

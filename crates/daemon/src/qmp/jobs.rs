@@ -1,11 +1,12 @@
-//! Commands for jobs. All jobs finalize themselves: QEMU's `auto-finalize` `false` is not
-//! supported.
+//! Commands for jobs. Only jobs that are asked to complete can have `auto-finalize` `false`. Until
+//! `job-finalize` such a job goes on as a ready one: the guest's changes are not held off, as they
+//! are in QEMU.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use blockhouse_engine::{sleep, spawn_detached};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::arguments::Arguments;
 use super::backups;
@@ -74,7 +75,7 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
             "paused": job.is_paused(),
             "ready": job.is("ready") || job.is("standby"),
             "io-status": "ok",
-            "auto-finalize": true,
+            "auto-finalize": state.auto_finalizes(job.name()),
             "auto-dismiss": state.auto_dismisses(job.name()),
         });
         if let Some(error) = job.error() {
@@ -95,14 +96,14 @@ pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments
     let is_forced = given.flag("force", false)?;
     let job = of_device(context, given).await?;
     if job.status() == "ready" && !is_forced && job.0["kind"] == "mirror" {
-        return begin_completion(context, &job, json!({ "job": job.name(), "copy": true }));
+        return finish(context, &job, true);
     }
     cancel(context, &job).await
 }
 
 /// `job-cancel`.
 pub(super) async fn cancel(context: &Context, job: &Job) -> Returned {
-    job.check("cancel", ACTIVE)?;
+    job.check("cancel", &[ACTIVE, &["pending"]].concat())?;
     if backups::end(context, job.name()).await? {
         return Ok(json!({}));
     }
@@ -133,12 +134,31 @@ pub(super) async fn cancel_all(context: &Context) {
 /// `job-complete`.
 pub(super) async fn complete(context: &Rc<Context>, job: &Job) -> Returned {
     job.check("complete", &["ready"])?;
-    begin_completion(context, job, json!({ "job": job.name() }))
+    finish(context, job, false)
+}
+
+/// Completes a ready job, or has it wait for `job-finalize`.
+fn finish(context: &Rc<Context>, job: &Job, is_copy: bool) -> Returned {
+    if context.state.borrow().auto_finalizes(job.name()) {
+        return begin_completion(context, job, is_copy);
+    }
+    if let Some(traits) = context.state.borrow_mut().jobs.get_mut(job.name()) {
+        traits.pending = Some(is_copy);
+    }
+    let events = &context.events;
+    events.tell_status(job.name(), "waiting");
+    events.tell_status(job.name(), "pending");
+    events.tell("BLOCK_JOB_PENDING", json!({ "type": job.0["kind"], "id": job.name() }));
+    Ok(json!({}))
 }
 
 /// Starts to complete a job. Events report the completion.
-fn begin_completion(context: &Rc<Context>, job: &Job, params: Value) -> Returned {
+fn begin_completion(context: &Rc<Context>, job: &Job, is_copy: bool) -> Returned {
     let (context, name) = (Rc::clone(context), job.name().to_owned());
+    let mut params = json!({ "job": name });
+    if is_copy {
+        params["copy"] = true.into();
+    }
     spawn_detached(async move {
         let Some(_inside) = context.gate.enter().await else { return };
         if let Err(why) = context.call("job.complete", params).await {
@@ -164,10 +184,11 @@ pub(super) async fn dismiss(context: &Context, job: &Job) -> Returned {
     Ok(json!({}))
 }
 
-/// `job-finalize`: always refused, because no job waits for it.
-pub(super) async fn finalize(_: &Context, job: &Job) -> Returned {
-    job.check("finalize", &[])?;
-    Ok(json!({}))
+/// `job-finalize`.
+pub(super) async fn finalize(context: &Rc<Context>, job: &Job) -> Returned {
+    job.check("finalize", &["pending"])?;
+    let is_copy = context.state.borrow().pending(job.name()).unwrap_or_default();
+    begin_completion(context, job, is_copy)
 }
 
 /// `job-pause`.

@@ -189,6 +189,7 @@ object TransactionProperties completion-mode?:CompletionMode
 enum CompletionMode individual
 event JOB_STATUS_CHANGE id:str status:JobStatus
 event BLOCK_JOB_READY type:JobType device:str len:int offset:int speed:int
+event BLOCK_JOB_PENDING type:JobType id:str
 event BLOCK_JOB_COMPLETED type:JobType device:str len:int offset:int speed:int error?:str
 event BLOCK_JOB_CANCELLED type:JobType device:str len:int offset:int speed:int
 event BLOCK_EXPORT_DELETED id:str

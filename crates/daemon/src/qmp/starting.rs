@@ -216,6 +216,7 @@ pub(super) struct JobArguments {
     pub(super) speed: u64,
     /// Whether the job leaves the list when it ends.
     pub(super) auto_dismiss: bool,
+    auto_finalize: bool,
     is_blocking: bool,
 }
 
@@ -229,9 +230,9 @@ impl JobArguments {
         }
         // Ignored: jobs insert no filter node.
         given.some_text("filter-node-name")?;
-        given.only("auto-finalize", &[json!(true)], "jobs finalize themselves")?;
+        let auto_finalize = given.flag("auto-finalize", true)?;
         let auto_dismiss = given.flag("auto-dismiss", true)?;
-        Ok(Self { name, speed, auto_dismiss, is_blocking: false })
+        Ok(Self { name, speed, auto_dismiss, auto_finalize, is_blocking: false })
     }
 
     /// Refuses a job name that is malformed or in use.
@@ -253,11 +254,22 @@ pub(super) async fn start_all(
     jobs: &[JobArguments],
     (method, params): (&str, Value),
 ) -> Returned {
+    let is_asked_to_complete =
+        params["kind"] == "mirror" || params["kind"] == "commit" && params["top"].is_null();
+    if !is_asked_to_complete && jobs.iter().any(|job| !job.auto_finalize) {
+        let why = "Parameter 'auto-finalize' is not possible here: this job finalizes itself";
+        return Err(QmpError::generic(why));
+    }
     forget_dismissed(context);
     // The traits are set before the jobs can end.
-    for JobArguments { name, auto_dismiss, is_blocking, .. } in jobs {
-        let (auto_dismiss, is_blocking) = (*auto_dismiss, *is_blocking);
-        let traits = JobTraits { auto_dismiss, is_started: false, is_blocking };
+    for JobArguments { name, auto_dismiss, auto_finalize, is_blocking, .. } in jobs {
+        let traits = JobTraits {
+            auto_dismiss: *auto_dismiss,
+            auto_finalize: *auto_finalize,
+            pending: None,
+            is_started: false,
+            is_blocking: *is_blocking,
+        };
         context.state.borrow_mut().jobs.insert(name.clone(), traits);
     }
     if let Err(error) = context.call(method, params).await {

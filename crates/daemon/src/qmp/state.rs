@@ -98,6 +98,10 @@ pub(super) struct NbdServer {
 pub(super) struct JobTraits {
     /// Whether the job leaves the list when it ends.
     pub(super) auto_dismiss: bool,
+    /// Whether the job completes at once when it is asked to, and does not wait for `job-finalize`.
+    pub(super) auto_finalize: bool,
+    /// The completion that waits for `job-finalize`: whether the job completes as a copy.
+    pub(super) pending: Option<bool>,
     /// Whether the job has been started; false while the request to start it runs.
     pub(super) is_started: bool,
     /// Whether the guest's changes wait for their copy.
@@ -318,6 +322,16 @@ impl State {
             return None;
         }
         Some((name, file))
+    }
+
+    /// The completion of a job that waits for `job-finalize`, or was finalized.
+    pub(super) fn pending(&self, job: &str) -> Option<bool> {
+        self.jobs.get(job).and_then(|traits| traits.pending)
+    }
+
+    /// Whether a job completes without `job-finalize`.
+    pub(super) fn auto_finalizes(&self, job: &str) -> bool {
+        self.jobs.get(job).is_none_or(|traits| traits.auto_finalize)
     }
 
     /// Whether a job leaves the list when it ends.
