@@ -251,8 +251,9 @@ pub fn run() -> ExitCode {
     let is_verbose = arguments.verbose > 0;
     let level = match arguments.command {
         _ if is_verbose => Level::DEBUG,
-        // Like QEMU's program, it logs only warnings and errors.
+        // Like QEMU's programs, they log only warnings and errors.
         Command::QemuStorageDaemon(_) => Level::WARN,
+        Command::Serve(_) if called_as::is_qemu_nbd() => Level::WARN,
         _ => Level::INFO,
     };
     logging::start(level, arguments.log_format, delivery);

@@ -87,9 +87,7 @@ async fn next_chunk<S: Storage>(
         ExtentState::Mapped { host } => next_mapped(layer, extent.guest, host, runs).await?,
         ExtentState::Compressed { .. } => (extent.guest.truncate(CHUNK_SIZE), Source::Image),
         ExtentState::Zero => (extent.guest, Source::Zero),
-        ExtentState::Hole | ExtentState::Backing => {
-            (extent.guest.truncate(CHUNK_SIZE), Source::Backing)
-        }
+        ExtentState::Hole | ExtentState::Backing => (extent.guest, Source::Backing),
     })
 }
 

@@ -161,14 +161,19 @@ impl Negotiator {
                 return Ok(Answer::Transmit(self.negotiated(info)));
             }
             ClientOption::ListMetaContext => {
-                let (info, queries) = self.query(data, exports)?;
+                let (info, queries) = Self::query(data, exports)?;
                 let contexts = info.contexts().filter(|(_, context)| queries.list(context));
                 contexts.for_each(|(_, context)| replies.context(0, &context));
             }
             ClientOption::SetMetaContext => {
                 // The previous selection ends, even if this option fails.
                 self.selected = None;
-                let (info, queries) = self.query(data, exports)?;
+                if !self.framing.has_chunks() {
+                    return Err(invalid(
+                        "metadata contexts need structured replies or extended headers first",
+                    ));
+                }
+                let (info, queries) = Self::query(data, exports)?;
                 let contexts = info.contexts().filter(|(_, context)| queries.select(context));
                 let contexts: Vec<_> = contexts.collect();
                 contexts.iter().for_each(|(id, context)| replies.context(*id, context));
@@ -265,15 +270,9 @@ impl Negotiator {
 
     /// Parses the queries of LIST_META_CONTEXT and SET_META_CONTEXT, and finds the export.
     fn query<'a>(
-        &self,
         data: &'a [u8],
         exports: &dyn ExportLookup,
     ) -> Result<(ExportInfo, MetaQueries<'a>), OptionError> {
-        if !self.framing.has_chunks() {
-            return Err(invalid(
-                "metadata contexts need structured replies or extended headers first",
-            ));
-        }
         let queries = MetaQueries::parse(data)?;
         Ok((find(exports, queries.name())?, queries))
     }

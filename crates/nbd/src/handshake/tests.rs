@@ -295,9 +295,11 @@ fn info_describes_and_stays_in_the_handshake() {
 }
 
 #[test]
-fn contexts_need_chunks_and_an_export() {
+fn contexts_need_an_export_and_their_choice_needs_chunks() {
+    assert_eq!(types(&[meta(SET_META, "disk", &["base:allocation"])]), [INVALID]);
+    // QEMU's server lists contexts for clients of any framing, too.
+    assert_eq!(types(&[meta(LIST_META, "disk", &["base:allocation"])]), [CONTEXT, ACK]);
     for number in [LIST_META, SET_META] {
-        assert_eq!(types(&[meta(number, "disk", &[])]), [INVALID]);
         let options = [option(STRUCTURED, b""), meta(number, "nowhere", &[])];
         assert_eq!(types(&options), [ACK, UNKNOWN]);
     }
