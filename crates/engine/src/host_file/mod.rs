@@ -294,6 +294,7 @@ impl HostFile {
                 // O_DIRECT. So check the size.
                 Ok(count) => {
                     advance(&mut transfer, count);
+                    self.check_not_cut(transfer.offset)?;
                     if count == 0 || self.ends_at(transfer.offset)? {
                         transfer.vector.fill(0);
                         return Ok(());
@@ -304,6 +305,18 @@ impl HostFile {
             let Operation::Read(back) = operation else { unreachable!("{CAME_BACK}") };
             (transfer, result) = (back, answer);
         }
+    }
+
+    /// Refuses a read at `offset`, where the kernel found the end of the file, if this process knows
+    /// of bytes there. Zeros in their place would be other data than was stored.
+    fn check_not_cut(&self, offset: u64) -> Result<()> {
+        // The size is read again at last, because this process may have cut the file meanwhile.
+        let had_bytes = || self.size() > offset;
+        if !(had_bytes() && self.ends_at(offset)? && had_bytes()) {
+            return Ok(());
+        }
+        let error = self.error_at("cannot read: the file has been cut", Errno::IO, offset);
+        Err(error.hint("another program has made it shorter: restore it from a backup"))
     }
 
     /// Whether the file ends at `offset` or before. The size is queried again, because another
@@ -637,10 +650,11 @@ impl Storage for HostFile {
                 .hint("resize the device itself"));
         }
         let file = Arc::clone(&self.file);
+        // A smaller size is recorded first, because `check_not_cut` relies on it.
+        let before = self.size.fetch_min(size, Relaxed);
         let result = blocking(move || rustix::fs::ftruncate(&*file, size)).await;
-        result.map_err(|error| self.error("cannot resize", error))?;
-        self.size.store(size, Relaxed);
-        Ok(())
+        self.size.fetch_max(if result.is_ok() { size } else { before }, Relaxed);
+        result.map_err(|error| self.error("cannot resize", error))
     }
 
     async fn last_change(&self) -> Result<Option<Duration>> {

@@ -176,6 +176,31 @@ fn a_last_partial_block_needs_no_larger_blocks_where_it_is_only_read_or_filled()
 }
 
 #[test]
+fn bytes_that_another_program_has_cut_off_are_no_zeros() {
+    on_every_engine(|event_loop| {
+        let folder = folder();
+        let path = folder.path().join("disk");
+        for cache in [PageCache::Used, PageCache::Bypassed] {
+            std::fs::write(&path, vec![7; MIB as usize]).unwrap();
+            let file = HostFile::open(&path, OpenMode::ReadWrite, cache).unwrap();
+            let cut = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+            cut.set_len(MIB / 2).unwrap();
+            event_loop.block_on(async {
+                for offset in [MIB / 2, MIB - 4096, MIB / 2 - 4096] {
+                    let mut buffer = Buffer::new(8192);
+                    let error = file.read(offset, buffer.lend()).await.unwrap_err().to_string();
+                    assert!(error.contains("has been cut"), "{offset}: {error}");
+                }
+                assert_eq!(read(&file, 0, 8192).await, [7; 8192]);
+                assert_eq!(read(&file, MIB, 4096).await, [0; 4096], "nothing was there");
+                file.resize(MIB / 2).await.unwrap();
+                assert_eq!(read(&file, MIB / 2, 4096).await, [0; 4096], "this process cut it");
+            });
+        }
+    });
+}
+
+#[test]
 fn zeroed_and_discarded_ranges_read_as_zeros_and_become_holes() {
     on_every_file(async |file| {
         write(file, 0, 9, 65536, Durability::None).await;
