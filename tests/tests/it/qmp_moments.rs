@@ -590,40 +590,6 @@ fn a_node_stands_on_another_one() {
 }
 
 #[test]
-fn two_overlays_stand_on_one_node() {
-    let mut rig = require!(Rig::start(&[]));
-    rig.new_image("base");
-    qemu_io("qcow2", &rig.path("base"), &["write -P 7 0 1M"]);
-    rig.add("base");
-    rig.new_image("other");
-    for name in ["a", "b"] {
-        rig.new_overlay(name, "base");
-        let mut node = rig.node(name);
-        node["backing"] = "base".into();
-        rig.qmp.get("blockdev-add", node);
-        rig.export(name, true);
-    }
-    let (mut a, mut b) = (rig.connect("a"), rig.connect("b"));
-    assert_eq!([a.write(0, &[8; 512], 0), b.write(0, &[9; 512], 0)], [0, 0]);
-    assert_eq!(a.read(512, 512), Ok(vec![7; 512]));
-    rig.new_overlay("c", "other");
-    let mut node = rig.node("c");
-    node["backing"] = "base".into();
-    assert!(rig.qmp.refused("blockdev-add", node).contains("does not name the image of 'base'"));
-    // The base stays a node, which the other overlay reads, and takes a new one.
-    drop(a);
-    rig.qmp.get("block-export-del", json!({ "id": "a", "mode": "hard" }));
-    rig.qmp.get("blockdev-del", json!({ "node-name": "a" }));
-    assert!(rig.nodes().contains(&"base".to_owned()));
-    assert_eq!(b.read(0, 1024), Ok([[9; 512], [7; 512]].concat()));
-    let mut node = rig.node("a");
-    node["backing"] = "base".into();
-    rig.qmp.get("blockdev-add", node);
-    rig.export("a", true);
-    assert_eq!(rig.connect("a").read(0, 1024), Ok([[8; 512], [7; 512]].concat()));
-}
-
-#[test]
 fn images_are_made_and_nodes_reopened_as_tools_do_it() {
     let mut rig = require!(Rig::start(&["a"]));
     // As libvirt prepares an overlay.

@@ -5,11 +5,9 @@
 //! node below. The removal of the format node opens the raw disk again.
 
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use blockhouse_disk::{FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName, is_inactive};
-use blockhouse_engine::is_same_file;
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
 
@@ -282,41 +280,17 @@ async fn add_format(
     let Some(backing) = backing else {
         return open_format(context, given, asked, name).await;
     };
-    let layer = context.find_node(&backing).filter(|(_, depth)| *depth > 0);
-    let lower = if layer.is_some() { String::new() } else { context.disk(&backing)? };
-    let is_without_backing = layer.is_none();
-    open_format(context, given, Asked { is_without_backing, ..asked }, name).await?;
+    let lower = context.disk(&backing)?;
+    open_format(context, given, Asked { is_without_backing: true, ..asked }, name).await?;
     let disk = context.disk(name)?;
-    let put = match layer {
-        Some((other, depth)) => check_layer(context, (&disk, name), (&other, depth, &backing)),
-        None => stand_on(context, (&disk, name), (&lower, &backing)).await,
-    };
+    let put = stand_on(context, (&disk, name), (&lower, &backing)).await;
     if put.is_err() && context.running.disks().find(&disk).is_some() {
         close(context, &disk, 0).await?;
     }
     put
 }
 
-/// Refuses a backing node, the image at this depth below another disk, if the disk's own image
-/// names another backing file. Both disks read that image, and it stays a node of the other one.
-fn check_layer(
-    context: &Context,
-    (disk, name): (&str, &str),
-    (other, depth, backing): (&str, usize, &str),
-) -> Result<(), QmpError> {
-    let path_at = |disk: &str, depth: usize| {
-        let disk = context.running.disks().find(disk)?;
-        Some(PathBuf::from(disk.layer_at(depth)?.name))
-    };
-    match (path_at(disk, 1), path_at(other, depth)) {
-        (Some(own), Some(theirs)) if is_same_file(&own, &theirs) => Ok(()),
-        _ => Err(QmpError::generic(format!(
-            "Node '{name}' does not name the image of '{backing}' as its backing file"
-        ))),
-    }
-}
-
-fn is_null(path: &Path) -> bool {
+fn is_null(path: &std::path::Path) -> bool {
     matches!(Location::of(path), Ok(Location::Null(_)))
 }
 
@@ -336,7 +310,7 @@ async fn stand_on(
     check_child((name, !is_inactive(&upper.disk)), ("backing", backing, is_lower_inactive))?;
     let named = upper.disk.image().backing_file().map(|named| named.name.clone());
     let path = named.as_ref().map(|named| {
-        let named = Path::new(std::ffi::OsStr::from_bytes(named));
+        let named = std::path::Path::new(std::ffi::OsStr::from_bytes(named));
         if Location::is_remote(named.as_os_str().as_bytes()) {
             return named.to_owned();
         }
@@ -512,18 +486,8 @@ fn check_file(path: &str) -> Result<(), QmpError> {
     Err(QmpError::generic(format!("Could not open '{path}': {why}")))
 }
 
-/// Whether a disk has the image at this path below its own image.
-fn is_layer(context: &Context, path: &str) -> bool {
-    let path = Path::new(path);
-    context.running.disks().all().iter().any(|disk| {
-        let mut layers = (1..).map_while(|depth| disk.layer_at(depth));
-        layers.any(|layer| is_same_file(Path::new(layer.name), path))
-    })
-}
-
 /// Closes a disk and removes its nodes down to this depth. File nodes that a client added become
-/// raw disks again, and the next image that a client added becomes a disk of its own again: a
-/// read-only one if another disk reads it.
+/// raw disks again, and the next image that a client added becomes a disk of its own again.
 pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result<(), QmpError> {
     let nodes = context.state.borrow().nodes_of(disk);
     let path_of = |depth: usize| {
@@ -546,17 +510,13 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
     if let (Some((depth, (path, format))), Some(params)) = (lower, params) {
         // A node without parameters is a layer that a fork has left. It may be the backing file of
         // other disks, so it is opened read-only.
-        let is_read = is_layer(context, &path);
-        let mut params = nodes[depth].params.clone().unwrap_or_else(|| {
+        let params = nodes[depth].params.clone().unwrap_or_else(|| {
             let mut params = params;
             params["path"] = path.into();
             params["format"] = format.into();
             params["read-only"] = true.into();
             params
         });
-        if is_read {
-            params["read-only"] = true.into();
-        }
         let node = &nodes[depth].name;
         if reopen(context, node, params).await {
             let disk = context.disk(node)?;
