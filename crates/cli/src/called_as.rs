@@ -12,6 +12,7 @@ use std::sync::OnceLock;
 
 use blockhouse_engine::NewFile;
 
+use crate::qemu_long_options::shortened;
 use crate::version::VERSION;
 
 /// The version of QEMU's tools whose texts and options are reproduced.
@@ -145,6 +146,9 @@ pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {
         words = words_of_nbd(&words);
+    }
+    if is_qemu_img() {
+        words = shortened(command_of(&words), &words);
     }
     if is_qemu_img()
         && let Some(index) = index_of_command(&words).filter(|index| words[*index] == "bench")

@@ -58,6 +58,7 @@ mod qemu_bench;
 mod qemu_chain;
 mod qemu_help;
 mod qemu_info;
+mod qemu_long_options;
 mod qemu_refusals;
 mod qemu_usage;
 mod qemu_words;

@@ -548,6 +548,8 @@ fn a_job_waits_for_its_finalization_if_its_client_says_so() {
     // The guest goes on, and the mirror gets its changes.
     assert_eq!(client.write(0, &[8; 512], 0), 0);
     rig.qmp.get("job-finalize", json!({ "id": "j" }));
+    let late = json!({ "id": "j" });
+    ["job-cancel", "job-finalize"].iter().for_each(|verb| _ = rig.qmp.refused(verb, late.clone()));
     rig.qmp.events_until("j", "null");
     assert_eq!(client.write(65_536, &[9; 512], 0), 0);
     let stream = json!({ "job-id": "j", "device": "t", "auto-finalize": false });

@@ -3,7 +3,7 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use blockhouse_disk::is_address;
 use serde_json::Value;
 
@@ -17,8 +17,15 @@ pub(super) fn add_given<const N: usize>(params: &mut Value, optional: [(&str, Op
 }
 
 /// The absolute path, because the server may have another working directory.
+///
+/// # Errors
+/// The path is not UTF-8, as requests are.
 pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
-    std::path::absolute(path).with_context(|| format!("{}", path.display()))
+    let whole = std::path::absolute(path).with_context(|| format!("{}", path.display()))?;
+    if whole.to_str().is_none() {
+        bail!("{}: its path is not UTF-8: rename it, or make a link to it", path.display());
+    }
+    Ok(whole)
 }
 
 /// As [`absolute`], for the name of an image: the address of an image on another server is

@@ -84,7 +84,7 @@ pub(super) async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
 }
 
 /// A job of the server. QEMU has its own statuses for a job that is ready: `standby` if it is
-/// paused, and `pending` if it waits for `job-finalize`.
+/// paused, and `pending` if it waits for `job-finalize`; after that `concluded`.
 fn of_server(context: &Context, told: Value) -> Job {
     let mut job = Job(told);
     let found = context.running.jobs().find(job.name()).ok();
@@ -93,7 +93,8 @@ fn of_server(context: &Context, told: Value) -> Job {
     }
     let is_ready = ["ready", "standby", "completing"].iter().any(|status| job.is(status));
     if is_ready && context.state.borrow().pending(job.name()).is_some() {
-        job.0["status"] = "pending".into();
+        let is_finalized = context.state.borrow().is_finalized(job.name());
+        job.0["status"] = if is_finalized { "concluded" } else { "pending" }.into();
     }
     job
 }

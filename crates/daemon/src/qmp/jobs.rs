@@ -188,6 +188,9 @@ pub(super) async fn dismiss(context: &Context, job: &Job) -> Returned {
 pub(super) async fn finalize(context: &Rc<Context>, job: &Job) -> Returned {
     job.check("finalize", &["pending"])?;
     let is_copy = context.state.borrow().pending(job.name()).unwrap_or_default();
+    if let Some(traits) = context.state.borrow_mut().jobs.get_mut(job.name()) {
+        traits.is_finalized = true;
+    }
     begin_completion(context, job, is_copy)
 }
 

@@ -120,7 +120,7 @@ fn frame(disk: &Value, running: &RunningDisk, driver: &str) -> Value {
     let is_inactive = is_inactive(&running.disk);
     let mut node = json!({
         "drv": driver,
-        "file": running.path(),
+        "file": running.path().to_string_lossy(),
         "ro": if is_inactive { running.setup.is_read_only().into() } else { disk["read-only"].clone() },
         "active": !is_inactive,
         "encrypted": false,
@@ -219,14 +219,14 @@ fn image(disk: &Value, running: &RunningDisk) -> Value {
 /// The absolute path of an image. The address of an image on another server is not changed.
 fn absolute(name: &str) -> Value {
     match std::path::absolute(name) {
-        Ok(path) if !is_address(name.as_bytes()) => json!(path),
+        Ok(path) if !is_address(name.as_bytes()) => path.to_string_lossy().into(),
         _ => name.into(),
     }
 }
 
 fn image_of(path: &Path, format: &str, size: u64, features: Option<&Features>) -> Value {
     let mut image = json!({
-        "filename": path,
+        "filename": path.to_string_lossy(),
         "format": format,
         "virtual-size": size,
         "dirty-flag": features.is_some_and(|features| features.is_dirty),

@@ -102,6 +102,8 @@ pub(super) struct JobTraits {
     pub(super) auto_finalize: bool,
     /// The completion that waits for `job-finalize`: whether the job completes as a copy.
     pub(super) pending: Option<bool>,
+    /// Whether `job-finalize` was called: the job can no longer be cancelled.
+    pub(super) is_finalized: bool,
     /// Whether the job has been started; false while the request to start it runs.
     pub(super) is_started: bool,
     /// Whether the guest's changes wait for their copy.
@@ -327,6 +329,11 @@ impl State {
     /// The completion of a job that waits for `job-finalize`, or was finalized.
     pub(super) fn pending(&self, job: &str) -> Option<bool> {
         self.jobs.get(job).and_then(|traits| traits.pending)
+    }
+
+    /// Whether `job-finalize` was called for a job.
+    pub(super) fn is_finalized(&self, job: &str) -> bool {
+        self.jobs.get(job).is_some_and(|traits| traits.is_finalized)
     }
 
     /// Whether a job completes without `job-finalize`.

@@ -27,7 +27,8 @@ impl DataEncryption {
         }
     }
 
-    /// The iterations of PBKDF2 that trying a secret takes; `None` if no slot has PBKDF2.
+    /// The most iterations of PBKDF2 that trying a secret takes; `None` if a slot has another key
+    /// derivation.
     pub(crate) fn iterations(&self) -> Option<u32> {
         match self {
             Self::Unlocked(cipher) => cipher.encryption.luks()?.header().iterations(),

@@ -43,8 +43,11 @@ async fn takes_direct_writes(file: &HostFile) -> Result<bool> {
         return Ok(true);
     }
     let mut block = Buffer::new(BLOCK as usize);
-    file.read(0, block.lend()).await?;
-    match file.write(0, block.lend(), Durability::None).await {
+    let tried = async {
+        file.read(0, block.lend()).await?;
+        file.write(0, block.lend(), Durability::None).await
+    };
+    match tried.await {
         Err(error) if error.kind() == ErrorKind::InvalidInput => Ok(false),
         outcome => outcome.map(|()| true),
     }

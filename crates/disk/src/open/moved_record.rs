@@ -262,11 +262,13 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
         file.write_all(&[MAGIC, moved_to.as_bytes(), identity.as_bytes(), b"\n"].concat())?;
         file.sync_all()
     };
-    let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
+    let made = write();
+    let (is_made, is_missing) = (made.is_ok(), |e: io::Error| e.kind() == IoErrorKind::NotFound);
+    let written = made.map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
     if written.is_err() {
         // The caller reports the first failure. A record that has its name, but perhaps not
         // durably, is removed, because the disk stays in the image.
-        let is_renamed = remove_file(&part).is_err_and(|e| e.kind() == IoErrorKind::NotFound);
+        let is_renamed = is_made && remove_file(&part).is_err_and(is_missing);
         if is_renamed && !had_effect {
             let _ = remove_file(&record);
         }

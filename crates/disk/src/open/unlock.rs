@@ -72,8 +72,9 @@ impl Secrets {
     /// The LUKS header of a new overlay over `image`. The first secret unlocks it. Does not block
     /// the event loop of the current thread.
     ///
-    /// To try a secret takes as many iterations as with `image`: the secret is the same, so more of
-    /// them would protect nothing, and each fork would take longer than the user has chosen.
+    /// To try a secret takes as many iterations as with `image`, if all its slots have PBKDF2: the
+    /// secret is the same, so more of them would protect nothing, and each fork would take longer
+    /// than the user has chosen.
     pub(super) async fn create_overlay_header<S: Storage>(
         &self,
         name: &str,

@@ -5,9 +5,9 @@
 //! if the file system records that time. The birth of a block device is the number that the kernel
 //! gives to only one disk in a boot (`diskseq`, Linux 5.15).
 //!
-//! The inode number of a file on FUSE (sshfs, exfat) may change, and be given to another file, when
-//! the kernel forgets the file. So an identity that is to outlive the process has the file's path
-//! instead there.
+//! Some file systems on FUSE (sshfs) give a file another inode number, and its number to another
+//! file, when the kernel has forgotten the file. They tell no births. So an identity that is to
+//! outlive the process has the file's path in place of the birth there.
 
 use std::fs;
 use std::io;
@@ -44,20 +44,26 @@ impl ImageIdentity {
         Ok(Self { device: status.st_dev, inode: status.st_ino, birth })
     }
 
-    /// As [`of`](Self::of), for a file that may be closed and opened again. On FUSE, unless the
-    /// file system tells births, it is the identity of the path: a renamed file is another one,
-    /// and a file that replaced another is the same.
+    /// As [`of`](Self::of), for a file that may be closed and opened again: on FUSE, a file of
+    /// unknown birth is another one under another path.
     ///
     /// # Errors
     /// The kernel's.
     pub(crate) fn lasting(file: BorrowedFd<'_>) -> io::Result<Self> {
         let identity = Self::of(file)?;
-        let is_stable = identity.inode == 0 || identity.birth != 0;
-        if is_stable || !is_on_fuse(file)? {
+        if !identity.may_change(file)? {
             return Ok(identity);
         }
         let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-        Ok(Self { device: 0, inode: fnv(path.as_os_str().as_bytes()), birth: 0 })
+        Ok(Self { birth: fnv(path.as_os_str().as_bytes()), ..identity })
+    }
+
+    /// Whether the file may have another inode number when it is opened the next time.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn may_change(self, file: BorrowedFd<'_>) -> io::Result<bool> {
+        Ok(self.inode != 0 && self.birth == 0 && is_on_fuse(file)?)
     }
 
     /// The name of the image's state file.

@@ -307,8 +307,8 @@ impl HostFile {
         }
     }
 
-    /// Refuses a read at `offset`, where the kernel found the end of the file, if this process knows
-    /// of bytes there. Zeros in their place would be other data than was stored.
+    /// Refuses a read at `offset`, where the kernel found the end of the file, if this process
+    /// knows of bytes there. Zeros in their place would be other data than was stored.
     fn check_not_cut(&self, offset: u64) -> Result<()> {
         // The size is read again at last, because this process may have cut the file meanwhile.
         let had_bytes = || self.size() > offset;

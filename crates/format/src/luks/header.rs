@@ -43,14 +43,14 @@ pub struct LuksHeader {
 }
 
 impl LuksHeader {
-    /// The most iterations of PBKDF2 that a slot has; `None` if no slot has PBKDF2.
+    /// The most iterations of PBKDF2 that a slot has; `None` if a slot has another key derivation,
+    /// whose work is no number of iterations.
     pub fn iterations(&self) -> Option<u32> {
-        let keys = self.slots.iter().filter_map(|slot| slot.key.as_ref().ok());
-        let iterations = keys.filter_map(|key| match key.kdf {
+        let iterations = self.slots.iter().map(|slot| match slot.key.as_ref().ok()?.kdf {
             LuksKdf::Pbkdf2 { iterations, .. } => Some(iterations),
             LuksKdf::Argon2 { .. } => None,
         });
-        iterations.max()
+        iterations.collect::<Option<Vec<_>>>()?.into_iter().max()
     }
 }
 

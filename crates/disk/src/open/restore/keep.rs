@@ -7,7 +7,7 @@ use blockhouse_core::Result;
 use blockhouse_engine::{DeviceWrites, FileKind};
 use rustix::fs::FileType;
 
-use super::examine::{owner_of, status_of};
+use super::examine::{identity_of, owner_of, status_of};
 use super::modification::{Clock, clock_of, modification_time};
 use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
@@ -17,6 +17,10 @@ use crate::state::{Owner, StateDir, StateFile, StatePage, TrackedFile};
 /// The consequence of keeping no state.
 pub const NOT_KEPT: &str = "no state outlives the server: if its process is killed, a qcow2 image lacks what was \
                             answered and not yet flushed, and a failed flush is forgotten";
+
+/// The consequence of an inode number that may change.
+const MAY_NOT_BE_FOUND: &str = "if its file system (FUSE) changes inode numbers, as sshfs does, the next server may not find what \
+                                a killed one had answered and not flushed";
 
 /// The files whose flush failures a state file records.
 pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Data];
@@ -79,6 +83,11 @@ pub(crate) async fn make_state(
     }
     let state = StateFile::create(dir, owner, if has_log { words } else { 0 }, fill)?;
     tracing::debug!("{}: answers are kept in {}", disk.name(), state.path());
+    if let Some(file) = disk.file()
+        && identity_of(file)?.may_change(file.descriptor()).unwrap_or(false)
+    {
+        tracing::info!("{}: {MAY_NOT_BE_FOUND}", disk.name());
+    }
     if state.log().words() > 0 {
         match session {
             LogSession::New => disk.attach_redo_log(state.log()),
