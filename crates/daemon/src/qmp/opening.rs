@@ -17,6 +17,7 @@ use super::context::Context;
 use super::errors::QmpError;
 use super::objects::{key_file, with_tls};
 use super::state::{FileNode, FormatNode};
+use crate::running::RunningDisk;
 
 /// QEMU's drivers of files, of other servers' exports, and of null devices.
 const FILES: [&str; 5] = ["file", "host_device", NBD, "null-aio", "null-co"];
@@ -319,7 +320,10 @@ async fn stand_on(
     });
     let is_named = match path {
         None => false,
-        Some(path) if path == below.path() => true,
+        Some(path) if path == below.path() => {
+            check_as_named(&upper, &below, backing)?;
+            true
+        }
         // Both are null devices. The options of the node are used, not the options in the image's
         // header.
         Some(path) if is_null(&path) && is_null(&below.path()) => false,
@@ -355,6 +359,22 @@ async fn stand_on(
     let disk = context.disk(name)?;
     context.state.borrow_mut().chains.insert(disk, own.into_iter().chain(nodes).collect());
     Ok(())
+}
+
+/// Refuses a node as a backing node if the file that the upper image names would have other data
+/// than the node: it has another format, or was opened without its own backing file.
+fn check_as_named(upper: &RunningDisk, below: &RunningDisk, backing: &str) -> Result<(), QmpError> {
+    let image = below.disk.image();
+    let named = upper.disk.image().backing_file().and_then(|named| named.format.clone());
+    let is_format = named.is_none_or(|format| format == image.image_format_name());
+    let is_cut = below.setup.without_backing && image.backing_file().is_some();
+    if is_format && !is_cut {
+        return Ok(());
+    }
+    Err(QmpError::generic(format!(
+        "Node '{backing}' has other data than the file that '{}' names: give it the same format, and its backing node",
+        upper.name()
+    )))
 }
 
 async fn open_format(
