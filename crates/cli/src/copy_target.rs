@@ -61,8 +61,8 @@ pub struct How {
     pub writes_zeros: bool,
     /// Whether unreadable parts become zeros.
     pub salvages: bool,
-    /// Whether the target is written in the order of the disk, one chunk after the other. It is
-    /// slower, and equal sources give equal files.
+    /// Whether the target is written in the order of the disk, one chunk after the other. This is
+    /// slower, and equal sources give equal qcow2 files.
     pub in_order: bool,
 }
 

@@ -108,8 +108,8 @@ pub struct Arguments {
 /// Options of qemu-img that change nothing here, except `-m 1`.
 #[derive(clap::Args)]
 struct Habits {
-    /// The number of chunks in flight: 1, or as many as without this option. With 1 the target is
-    /// written in the order of the disk, so equal sources give equal files.
+    /// 1: write the target in the order of the disk, so that equal sources give equal qcow2 files.
+    /// Any other number changes nothing.
     #[arg(short = 'm', value_name = "NUMBER", value_parser = crate::habits::number)]
     coroutines: Option<u32>,
     /// Requests are written in any order.
