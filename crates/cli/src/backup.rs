@@ -74,7 +74,7 @@ pub struct Arguments {
     /// The disk to copy: an image that no program changes, or an export of an NBD server, such as
     /// one that 'ctl backup begin' makes.
     source: PathBuf,
-    /// The new qcow2 image. One that exists is left alone.
+    /// The new qcow2 image. An existing file is not changed.
     target: PathBuf,
 }
 

@@ -201,7 +201,7 @@ enum Action {
 /// A new bitmap, of an image or of a served disk.
 #[derive(clap::Args)]
 pub struct NewBitmapArgs {
-    /// The new name: 1 to 1023 bytes, unlike all others.
+    /// The new name: 1 to 1023 bytes, which no other bitmap of the disk has.
     pub name: String,
     /// The granularity: bytes of the disk for each bit, a power of two from 512 B to 2 GiB. Left
     /// out: a cluster, but 4 KiB at least and 64 KiB at most.

@@ -39,7 +39,7 @@ pub struct Arguments {
     open: OpenArgs,
     /// The backup to restore: an image that 'backup' made. It and its backing files are only read.
     source: PathBuf,
-    /// The new image, or a block device. An image that exists is left alone.
+    /// The new image, or a block device. An existing file is not changed.
     target: PathBuf,
 }
 

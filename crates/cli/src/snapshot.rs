@@ -68,7 +68,7 @@ enum Action {
     Create {
         #[command(flatten)]
         image: Image,
-        /// The new name: 1 to 255 bytes, unlike all others.
+        /// The new name: 1 to 255 bytes, which no other snapshot of the disk has.
         #[arg(required_unless_present = "external", conflicts_with = "external")]
         name: Option<String>,
         /// Take an external snapshot, of an image of any format: the disk continues in this new

@@ -12,7 +12,7 @@ use crate::output;
 /// Arguments of `upgrade`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The control socket of the server: that of its --control.
+    /// The server's control socket, as given to its --control.
     #[arg(long, value_name = "SOCKET")]
     control: PathBuf,
     /// The program that takes over, with the server's own command line: one that the server's

@@ -98,7 +98,7 @@ pub struct Arguments {
     pub(super) rate: RateArgs,
     /// SOURCE, the image to copy; several are copied one after the other into one disk. They and
     /// their backing files are only read. '-' is a raw disk on standard input. TARGET, the last, is
-    /// the new image. An existing one is left alone. '-' writes a raw disk to standard output.
+    /// the new image. An existing file is not changed. '-' writes a raw disk to standard output.
     #[arg(num_args = 1.., value_name = "IMAGE")]
     pub(super) sources: Vec<PathBuf>,
     #[arg(skip)]

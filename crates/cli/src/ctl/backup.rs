@@ -10,7 +10,7 @@ use super::params::{absolute, add_given};
 
 #[derive(clap::Subcommand)]
 pub(super) enum BackupAction {
-    /// Freeze disks, all at the same moment, and serve them for reading while their guests go on.
+    /// Freeze disks at one moment, and serve them for reading while their guests continue.
     Begin(Begin),
     /// Stop serving the disks of a backup. The bitmaps that it added stay.
     End {
@@ -41,11 +41,11 @@ pub(super) struct Begin {
     /// Left out: that of each disk's image.
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
-    /// The most bytes of each scratch file (64M, 20G). If a guest needs more, the backup fails and
+    /// The maximum size of each scratch file (64M, 20G). If a guest needs more, the backup fails and
     /// the guest continues. Left out: the size of its disk.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     scratch_size: Option<u64>,
-    /// The new backup's name, unlike all others. Left out: any name.
+    /// The new backup's name, which no other backup has. Left out: the server chooses one.
     #[arg(long, value_name = "NAME")]
     backup: Option<String>,
 }

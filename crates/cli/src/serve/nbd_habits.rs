@@ -30,7 +30,7 @@ pub struct NbdHabits {
     /// Keep serving after the last client: a server always does.
     #[arg(short = 't', long = "persistent", hide = true)]
     pub(super) persistent: bool,
-    /// The most clients at once, as in qemu-nbd; 0: any number.
+    /// The maximum number of clients at once, as in qemu-nbd; 0: any number.
     #[arg(short = 'e', long = "shared", hide = true, value_name = "NUMBER")]
     #[arg(value_parser = crate::habits::number)]
     shared: Option<u32>,
@@ -175,7 +175,7 @@ impl NbdHabits {
         ExportOptions { has_depth, description, ..ExportOptions::default() }
     }
 
-    /// The most clients that each socket serves at once; `None` is no limit. The default is no
+    /// The maximum number of clients of each socket at once; `None` is no limit. The default is no
     /// limit, or one client if the program is called as qemu-nbd.
     pub(super) fn max_connections(&self) -> Option<NonZeroUsize> {
         let usual = if called_as::is_qemu_nbd() { 1 } else { 0 };

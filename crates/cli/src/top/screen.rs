@@ -18,7 +18,7 @@ use super::table;
 const MIN_BESIDE: u16 = 100;
 /// Two tables one below the other need this many lines.
 const MIN_BELOW: u16 = 12;
-/// The most lines for the error of a failed reading.
+/// The maximum number of lines for the error of a failed reading.
 const MAX_FAILURE_LINES: u16 = 4;
 
 /// Draws the whole view.
