@@ -41,8 +41,8 @@ pub(super) struct Begin {
     /// Left out: that of each disk's image.
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
-    /// The maximum size of each scratch file (64M, 20G). If a guest needs more, the backup fails and
-    /// the guest continues. Left out: the size of its disk.
+    /// The maximum size of each scratch file (64M, 20G). If a guest needs more, the backup fails
+    /// and the guest continues. Left out: the size of its disk.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     scratch_size: Option<u64>,
     /// The new backup's name, which no other backup has. Left out: the server chooses one.
