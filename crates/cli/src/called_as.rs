@@ -149,11 +149,9 @@ pub fn words() -> Vec<OsString> {
     }
     if is_qemu_img() {
         words = shortened(command_of(&words), &words);
-    }
-    if is_qemu_img()
-        && let Some(index) = index_of_command(&words).filter(|index| words[*index] == "bench")
-    {
-        words[index] = "qemu-bench".into();
+        if let Some(index) = index_of_command(&words).filter(|index| words[*index] == "bench") {
+            words[index] = "qemu-bench".into();
+        }
     }
     if let Some(command) = tool().and_then(Tool::implied_command) {
         words.insert(1, command.into());

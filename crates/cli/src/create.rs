@@ -204,7 +204,7 @@ fn size_is_missing(image: &Path, other: &str) -> ! {
 }
 
 impl Arguments {
-    /// The options of a qcow2 image. The size is 0 if it is to be that of the backing file.
+    /// The options of a qcow2 image. A size of 0 stands for the size of the backing file.
     fn qcow2_options(
         &self,
         named: &Path,

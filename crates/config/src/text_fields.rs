@@ -94,7 +94,7 @@ pub fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::E
 /// must not make an answer with many impossible.
 ///
 /// # Errors
-/// Those of `to`.
+/// Errors of the serializer.
 pub fn lossy<S: Serializer>(path: &Path, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(&path.to_string_lossy())
 }
@@ -102,7 +102,7 @@ pub fn lossy<S: Serializer>(path: &Path, to: S) -> Result<S::Ok, S::Error> {
 /// As [`lossy`], for a path that may be left out.
 ///
 /// # Errors
-/// Those of `to`.
+/// Errors of the serializer.
 pub fn some_lossy<S: Serializer>(path: &Option<PathBuf>, to: S) -> Result<S::Ok, S::Error> {
     path.as_ref().map(|path| path.to_string_lossy()).serialize(to)
 }

@@ -35,7 +35,7 @@ fn take(context: &Context, event: Event) {
         }
         Event::JobPostponed { job, .. } => {
             if let Some(traits) = context.state.borrow_mut().jobs.get_mut(&job) {
-                (traits.pending, traits.is_finalized) = (None, false);
+                traits.pending = None;
             }
             events.tell_status(&job, "ready");
         }

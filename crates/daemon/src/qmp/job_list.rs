@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::context::Context;
 use super::errors::QmpError;
-use super::state::Pull;
+use super::state::{Pending, Pull};
 
 /// QEMU's statuses of a job that has not ended.
 pub(super) const ACTIVE: &[&str] = &["running", "paused", "ready", "standby"];
@@ -92,9 +92,10 @@ fn of_server(context: &Context, told: Value) -> Job {
         job.0["status"] = "standby".into();
     }
     let is_ready = ["ready", "standby", "completing"].iter().any(|status| job.is(status));
-    if is_ready && context.state.borrow().pending(job.name()).is_some() {
-        let is_finalized = context.state.borrow().is_finalized(job.name());
-        job.0["status"] = if is_finalized { "concluded" } else { "pending" }.into();
+    match context.state.borrow().pending(job.name()).filter(|_| is_ready) {
+        Some(Pending::Waits { .. }) => job.0["status"] = "pending".into(),
+        Some(Pending::Finalized) => job.0["status"] = "concluded".into(),
+        None => {}
     }
     job
 }

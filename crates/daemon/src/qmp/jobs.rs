@@ -14,6 +14,7 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::events::forget;
 use super::job_list::{ACTIVE, Job, find, list};
+use super::state::Pending;
 
 /// The job of the argument `id`.
 pub(super) async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError> {
@@ -143,7 +144,7 @@ fn finish(context: &Rc<Context>, job: &Job, is_copy: bool) -> Returned {
         return begin_completion(context, job, is_copy);
     }
     if let Some(traits) = context.state.borrow_mut().jobs.get_mut(job.name()) {
-        traits.pending = Some(is_copy);
+        traits.pending = Some(Pending::Waits { is_copy });
     }
     let events = &context.events;
     events.tell_status(job.name(), "waiting");
@@ -187,9 +188,10 @@ pub(super) async fn dismiss(context: &Context, job: &Job) -> Returned {
 /// `job-finalize`.
 pub(super) async fn finalize(context: &Rc<Context>, job: &Job) -> Returned {
     job.check("finalize", &["pending"])?;
-    let is_copy = context.state.borrow().pending(job.name()).unwrap_or_default();
+    let mut is_copy = false;
     if let Some(traits) = context.state.borrow_mut().jobs.get_mut(job.name()) {
-        traits.is_finalized = true;
+        let before = traits.pending.replace(Pending::Finalized);
+        is_copy = before == Some(Pending::Waits { is_copy: true });
     }
     begin_completion(context, job, is_copy)
 }

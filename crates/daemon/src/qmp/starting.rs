@@ -267,7 +267,6 @@ pub(super) async fn start_all(
             auto_dismiss: *auto_dismiss,
             auto_finalize: *auto_finalize,
             pending: None,
-            is_finalized: false,
             is_started: false,
             is_blocking: *is_blocking,
         };

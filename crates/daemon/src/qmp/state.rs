@@ -93,6 +93,18 @@ pub(super) struct NbdServer {
     pub(super) tls: Option<String>,
 }
 
+/// A completion that a client begins by `job-finalize`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pending {
+    /// The job waits for it.
+    Waits {
+        /// Whether the job completes as a copy.
+        is_copy: bool,
+    },
+    /// The client has begun it: the job can no longer be cancelled.
+    Finalized,
+}
+
 /// The automatic steps of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct JobTraits {
@@ -100,10 +112,8 @@ pub(super) struct JobTraits {
     pub(super) auto_dismiss: bool,
     /// Whether the job completes at once when it is asked to, and does not wait for `job-finalize`.
     pub(super) auto_finalize: bool,
-    /// The completion that waits for `job-finalize`: whether the job completes as a copy.
-    pub(super) pending: Option<bool>,
-    /// Whether `job-finalize` was called: the job can no longer be cancelled.
-    pub(super) is_finalized: bool,
+    /// The completion of a job without `auto_finalize` that was asked to complete.
+    pub(super) pending: Option<Pending>,
     /// Whether the job has been started; false while the request to start it runs.
     pub(super) is_started: bool,
     /// Whether the guest's changes wait for their copy.
@@ -142,8 +152,8 @@ pub(super) struct State {
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
     /// The parameters of `Context::open` of the disks that clients have added.
     pub(super) opened: BTreeMap<String, Value>,
-    /// The nodes of images that a job has taken out of their disk's chain. These images are not
-    /// open any more; clients remove the nodes as they do in QEMU.
+    /// The nodes of images that a job has taken out of their disk's chain. The images are closed,
+    /// and clients remove the nodes, as in QEMU.
     pub(super) left: BTreeSet<String>,
     /// Disks whose backing content is another open node, by name: targets of backups of that node.
     pub(super) over: BTreeMap<String, String>,
@@ -327,13 +337,8 @@ impl State {
     }
 
     /// The completion of a job that waits for `job-finalize`, or was finalized.
-    pub(super) fn pending(&self, job: &str) -> Option<bool> {
+    pub(super) fn pending(&self, job: &str) -> Option<Pending> {
         self.jobs.get(job).and_then(|traits| traits.pending)
-    }
-
-    /// Whether `job-finalize` was called for a job.
-    pub(super) fn is_finalized(&self, job: &str) -> bool {
-        self.jobs.get(job).is_some_and(|traits| traits.is_finalized)
     }
 
     /// Whether a job completes without `job-finalize`.

@@ -10,7 +10,7 @@ use super::image_options::{CacheMode, ImageOptions};
 use super::open_image::open;
 use crate::state::is_on_fuse;
 
-/// Opens a new image for direct I/O, so that a copy does not evict other data from the page cache.
+/// Opens the target of a copy for direct I/O, so that the copy evicts no other data from the cache.
 /// Uses the page cache if the host has no direct I/O for the file, or its blocks exceed a cluster.
 ///
 /// # Errors

@@ -96,8 +96,10 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
         }
         opened => opened.and_then(|folder| folder.sync_all()),
     };
-    // A file system that has no sync of folders, such as SMB.
-    let is_unknown = |error: &std::io::Error| error.kind() == std::io::ErrorKind::InvalidInput;
-    let synced = synced.or_else(|error| if is_unknown(&error) { Ok(()) } else { Err(error) });
-    synced.map_err(|error| Error::host("cannot sync", error).on(&folder.display().to_string()))
+    match synced {
+        // A file system that has no sync of folders, such as SMB.
+        Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => Ok(()),
+        Err(error) => Err(Error::host("cannot sync", error).on(&folder.display().to_string())),
+        Ok(()) => Ok(()),
+    }
 }

@@ -1,5 +1,6 @@
 //! Queries the host about an image's file.
 
+use std::io;
 use std::path::Path;
 
 use blockhouse_core::{Error, Result, Storage};
@@ -13,8 +14,7 @@ use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile};
 /// # Errors
 /// The host's, with the file's name.
 pub(crate) fn identity_of(file: &HostFile) -> Result<ImageIdentity> {
-    let identity = ImageIdentity::of(file.descriptor());
-    identity.map_err(|error| Error::host("cannot examine", error).on(file.name()))
+    examined(file, ImageIdentity::of(file.descriptor()))
 }
 
 /// The identity of an image's file by which its state file is found.
@@ -22,8 +22,11 @@ pub(crate) fn identity_of(file: &HostFile) -> Result<ImageIdentity> {
 /// # Errors
 /// As [`identity_of`].
 pub(super) fn lasting_identity_of(file: &HostFile) -> Result<ImageIdentity> {
-    let identity = ImageIdentity::lasting(file.descriptor());
-    identity.map_err(|error| Error::host("cannot examine", error).on(file.name()))
+    examined(file, ImageIdentity::lasting(file.descriptor()))
+}
+
+fn examined<T>(file: &HostFile, found: io::Result<T>) -> Result<T> {
+    found.map_err(|error| Error::host("cannot examine", error).on(file.name()))
 }
 
 /// The owner of a new state file.
@@ -41,8 +44,7 @@ pub(crate) fn owner_of(file: &HostFile, path: &Path, dir: &StateDir) -> Result<O
 /// # Errors
 /// As [`identity_of`].
 pub(crate) fn status_of(file: &HostFile) -> Result<Stat> {
-    let status = fstat(file.descriptor());
-    status.map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))
+    examined(file, fstat(file.descriptor()).map_err(Into::into))
 }
 
 /// The state file of an image in `dir`, if a process left one.
