@@ -6,7 +6,7 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Preallocation, Qcow2, Switch};
-use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, Size, for_seeds};
+use blockhouse_sim::{Config, Report, Rng, SeedSelection, Sim, SimDisk, Size, for_seeds};
 
 /// Bytes of the disk.
 const SIZE: u64 = 256 << 10;
@@ -117,8 +117,11 @@ fn explore(seed: u64) -> Result<Report, String> {
 #[test]
 fn what_was_on_a_device_is_never_read() {
     let name = "what_was_on_a_device_is_never_read";
-    let report = for_seeds(env!("CARGO_PKG_NAME"), name, 100, explore);
-    assert!(5 * report.failed > report.seeds, "{report:?}");
+    let report = for_seeds(env!("CARGO_PKG_NAME"), name, 400, explore);
+    // One seed in four meets the end of the device, and of those some fail once, others 25 times.
+    if SeedSelection::of_this_run() == SeedSelection::Default {
+        assert!(report.failed > 0, "there was room for everything: {report:?}");
+    }
 }
 
 #[test]
