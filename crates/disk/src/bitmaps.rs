@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use blockhouse_core::sync::Condvar;
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode, rare};
 use blockhouse_format::{
     Bitmap, BitmapAction, BitmapChange as ImageChange, BitmapExtent, Bitmaps, NewBitmap,
 };
@@ -239,7 +239,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         if self.is_transient(name) {
             return self.change_at_once(BitmapChange::Change { name: name.into(), action }).await;
         }
-        self.while_quiesced(async |bitmaps| bitmaps.change(name, action).await).await
+        self.while_quiesced(async |bitmaps| rare(bitmaps.change(name, action)).await).await
     }
 
     /// Merges the bitmap `source_name` of `source` into the bitmap `name`. `source` is this disk,

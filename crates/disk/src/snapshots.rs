@@ -10,7 +10,9 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant, SystemTime};
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, StorageChange, SyncMode};
+use blockhouse_core::{
+    ByteRange, Error, ErrorKind, Result, Storage, StorageChange, SyncMode, rare,
+};
 use blockhouse_format::{
     NewSnapshot, Preparation, Snapshot, SnapshotPlan, Snapshots, VmStateTables,
 };
@@ -88,7 +90,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         name: &str,
         is_cancelled: impl Fn() -> bool,
     ) -> Result<Option<(Snapshot, Pause)>> {
-        let at_once = async || self.create_at_once(name, None).await;
+        let at_once = async || rare(self.create_at_once(name, None)).await;
         self.change_unless(
             SnapshotPlan::Create(new_snapshot(name)),
             is_cancelled,
@@ -112,7 +114,9 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         let snapshots = image.format().snapshots()?;
         let mut pause = Pause { length: Duration::ZERO };
         let outcome =
-            match self.prepare_and_take(image, &snapshots, plan, &is_cancelled, &mut pause).await {
+            match rare(self.prepare_and_take(image, &snapshots, plan, &is_cancelled, &mut pause))
+                .await
+            {
                 Ok(Prepared::Taken(snapshot)) => Ok(Some((outcome_of(snapshot), pause))),
                 Ok(Prepared::Cancelled) => Ok(None),
                 Ok(Prepared::AtOnce) => at_once().await.map(|(outcome, last)| {
@@ -244,7 +248,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         name: &str,
         state: &VmStateTables,
     ) -> Result<Snapshot> {
-        Ok(self.create_at_once(name, Some(state)).await?.0)
+        Ok(rare(self.create_at_once(name, Some(state))).await?.0)
     }
 
     /// Runs a change of the whole image while the guest's changes are held off.

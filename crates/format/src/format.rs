@@ -10,7 +10,7 @@
 //! same guest bytes may be in flight together only if neither allocates space.
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode,
+    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode, rare,
 };
 
 use crate::qcow2::{DataWriteGuard, ImageRedo, ReadGuard};
@@ -258,7 +258,7 @@ impl<S: Storage> Format<S> {
     pub async fn close(&self) -> Result<()> {
         match self {
             Self::Flat(flat) => flat.close().await,
-            Self::Qcow2(qcow2) => qcow2.close().await,
+            Self::Qcow2(qcow2) => rare(qcow2.close()).await,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Opening and creating images of a given format.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage, SyncMode, rare};
 
 use crate::foreign::refuse_writing;
 use crate::{
@@ -53,17 +53,17 @@ impl<S: Storage> Format<S> {
         Ok(match format {
             ImageFormat::Raw => Self::raw(storage)?,
             ImageFormat::Luks => {
-                Self::Flat(Flat::Luks(Box::new(Luks::open(storage, options.access).await?)))
+                Self::Flat(Flat::Luks(Box::new(rare(Luks::open(storage, options.access)).await?)))
             }
             ImageFormat::Qcow2 => {
-                let image = Qcow2::open_before_replay(storage, options.into(), log).await?;
+                let image = rare(Qcow2::open_before_replay(storage, options.into(), log)).await?;
                 Self::Qcow2(Box::new(image))
             }
             ImageFormat::Foreign(kind) if options.access == Access::ReadWrite => {
                 return Err(refuse_writing(kind, storage.name()));
             }
             ImageFormat::Foreign(kind) => {
-                Self::Flat(Flat::Foreign(Box::new(Foreign::open(storage, kind).await?)))
+                Self::Flat(Flat::Foreign(Box::new(rare(Foreign::open(storage, kind)).await?)))
             }
         })
     }

@@ -1,6 +1,6 @@
 //! Changes of the disk's size, for all formats.
 
-use blockhouse_core::{Result, Storage};
+use blockhouse_core::{Result, Storage, rare};
 
 use crate::Format;
 
@@ -42,7 +42,7 @@ impl<S: Storage> SizeChange<'_, S> {
     pub async fn grow(&self, size: u64) -> Result<()> {
         match self.format {
             Format::Flat(flat) => flat.resize(size).await,
-            Format::Qcow2(qcow2) => qcow2.size_change().grow(size).await,
+            Format::Qcow2(qcow2) => rare(qcow2.size_change().grow(size)).await,
         }
     }
 
@@ -54,7 +54,7 @@ impl<S: Storage> SizeChange<'_, S> {
     pub async fn shrink(&self, size: u64) -> Result<()> {
         match self.format {
             Format::Flat(flat) => flat.shrink(size).await,
-            Format::Qcow2(qcow2) => qcow2.size_change().shrink(size).await,
+            Format::Qcow2(qcow2) => rare(qcow2.size_change().shrink(size)).await,
         }
     }
 }

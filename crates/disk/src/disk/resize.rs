@@ -7,7 +7,9 @@
 //! If the disk has bitmaps, guests' changes wait while all tables change. Changes do not wait while
 //! the new part is prepared, which may take long.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
+use blockhouse_core::{
+    ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap, rare,
+};
 
 use futures_util::future::Either;
 
@@ -65,7 +67,7 @@ impl<S: Storage> Disk<S> {
             Resize(self).prepare(old, ByteRange::between(old, size), &claim).await?;
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        self.image().format().size_change().grow(size).await?;
+        rare(self.image().format().size_change().grow(size)).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);
         self.image().format().flush(SyncMode::Full).await
     }
@@ -87,7 +89,7 @@ impl<S: Storage> Disk<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        self.image().format().size_change().shrink(size).await?;
+        rare(self.image().format().size_change().shrink(size)).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);
         // An external data file ends with the disk, so it has no rest of a cluster.
         if self.image().data_file().is_none()

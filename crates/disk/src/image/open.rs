@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage, rare};
 use blockhouse_crypt::{Secret, SectorCipher};
 use blockhouse_format::{Encryption, Format, ImageFormat};
 
@@ -45,7 +45,7 @@ impl<S: Storage> Image<S> {
     /// As [`Format::open`].
     pub async fn open(storage: S, format: ImageFormat, options: Options) -> Result<Self> {
         let storage = FlushTracker::new(storage, options.flush, options.access);
-        Self::open_tracked(storage, format, options, None).await
+        rare(Self::open_tracked(storage, format, options, None)).await
     }
 
     /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): writes
@@ -60,7 +60,7 @@ impl<S: Storage> Image<S> {
         log: &dyn StateMemory,
     ) -> Result<Self> {
         let storage = FlushTracker::new(storage, options.flush, options.access);
-        Self::open_tracked(storage, format, options, Some(log)).await
+        rare(Self::open_tracked(storage, format, options, Some(log))).await
     }
 
     /// As [`open`](Self::open), with known facts about earlier writes, and with the state file that
@@ -82,7 +82,7 @@ impl<S: Storage> Image<S> {
             storage.keep_record(found.page(), TrackedFile::Image);
         }
         let log = found.map(StateFile::log);
-        Self::open_tracked(storage, format, options, log.as_deref()).await
+        rare(Self::open_tracked(storage, format, options, log.as_deref())).await
     }
 
     async fn open_tracked(

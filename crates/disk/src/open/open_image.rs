@@ -52,7 +52,7 @@ pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<Ima
         let is_view = at_snapshot(path, &options)?.1.is_some();
         let disk = Disk::new(match options.purpose {
             Purpose::Metadata => open_metadata(path, options.clone()).await?,
-            _ => open_image(path, &options, Files::Host).await?,
+            _ => rare(open_image(path, &options, Files::Host)).await?,
         });
         if options.purpose == Purpose::Disk && !is_view {
             check_not_marked(&disk).await?;
@@ -77,7 +77,8 @@ impl HandedOverDisk {
     ) -> Result<Self> {
         // The process that hands the image over still owns the state file.
         let state = std::mem::take(&mut options.state);
-        let image = open_image(path, &options, Files::HandedOver(files.into(), behind)).await?;
+        let image =
+            rare(open_image(path, &options, Files::HandedOver(files.into(), behind))).await?;
         Ok(Self::new(image, path, &state))
     }
 }
@@ -101,7 +102,7 @@ async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Re
     if options.purpose != Purpose::Disk {
         chain.without_key = WithoutKey::StayLocked;
     }
-    let image = open_from(chain, storage, &route, snapshot).await?;
+    let image = rare(open_from(chain, storage, &route, snapshot)).await?;
     if options.purpose != Purpose::Chain {
         image.end_opening(options.state.is_look());
     }
@@ -135,10 +136,10 @@ async fn open_from(
     let is_handed_over = matches!(chain.source, Files::HandedOver(..));
     let path = chain.last_path().to_owned();
     let earlier = if is_handed_over { EarlierWrites::Stable } else { EarlierWrites::Unknown };
-    let (image, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
+    let (image, restore) = rare(disk_over(storage, &path, options, earlier, snapshot)).await?;
     chain.side_files_image = route.raw_image(&image)?;
-    let image = chain.with_data(image, options).await?;
-    let mut image = unlocked(image, &options.secrets, chain.without_key).await?;
+    let image = rare(chain.with_data(image, options)).await?;
+    let mut image = rare(unlocked(image, &options.secrets, chain.without_key)).await?;
     if options.purpose != Purpose::Image {
         image = over_backing(image, &mut chain, options).await?;
     }
@@ -152,7 +153,7 @@ async fn open_from(
         // The process that hands over still owns its state.
         Ok(image)
     } else {
-        restore.finish(image).await
+        rare(restore.finish(image)).await
     }
 }
 
@@ -214,7 +215,8 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let options = with_probed(&storage, Cow::Owned(options)).await?;
-    let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
+    let (image, restore) =
+        rare(disk_over(storage, path, &options, EarlierWrites::Unknown, None)).await?;
     // If names in the image are not followed, the image is still opened, so that they can be shown.
     let image = if image.extent_files().is_empty() || options.allowed_paths.are_only() {
         image
@@ -222,7 +224,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
         let mut chain = Chain::from_image(path, identity, Files::Host)?;
         chain.with_extents(image, &options).await?
     };
-    restore.finish(image).await
+    rare(restore.finish(image)).await
 }
 
 /// An image that is open for a commit.
@@ -251,9 +253,9 @@ impl CommitChain {
         let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
         let mut chain = Chain::from_image(path, identity, Files::Host)?;
         let (disk, restore) =
-            disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-        let disk = chain.with_data(disk, &options).await?;
-        let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
+            rare(disk_over(storage, path, &options, EarlierWrites::Unknown, None)).await?;
+        let disk = rare(chain.with_data(disk, &options)).await?;
+        let mut disk = rare(unlocked(disk, &options.secrets, WithoutKey::Refuse)).await?;
         disk.end_opening(options.state.is_look());
         let mut above = Vec::new();
         let backing = loop {
@@ -291,7 +293,7 @@ impl CommitChain {
             between.insert(0, overlay.name().to_owned());
             overlay = upper.with_backing(&overlay);
         }
-        let (base, overlay) = (Disk::new(base), restore.finish(overlay).await?);
+        let (base, overlay) = (Disk::new(base), rare(restore.finish(overlay)).await?);
         let above = overlay.layers().take(between.len() + 1);
         above
             .flat_map(files_of_layer)
@@ -414,7 +416,7 @@ pub(super) async fn open_layer_again(
     let (storage, identity) = route.open(&mut Files::Host).await?;
     storage.as_file().map_or(Ok(()), take_locks)?;
     let chain = Chain::from_image(&route.path, identity, Files::Host)?;
-    let disk = open_from(chain, storage, &route, None).await?;
+    let disk = rare(open_from(chain, storage, &route, None)).await?;
     disk.end_opening(route.options.state.is_look());
     Ok(disk)
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, rare};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_storage::{
     Concat, ImageStorage, Location, NbdStorage, NullStorage, RbdAccess, RbdStorage,
@@ -73,7 +73,7 @@ pub(super) async fn open_location(
                 (Access::ReadOnly, Locking::Held) => RbdAccess::Read,
                 (Access::ReadOnly, Locking::None | Locking::Inactive) => RbdAccess::ReadShared,
             };
-            let rbd = RbdStorage::open(location, access).await?;
+            let rbd = rare(RbdStorage::open(location, access)).await?;
             Ok((ImageStorage::Rbd(Box::new(rbd)), None))
         }
         Location::Null(location) => Ok((ImageStorage::Null(NullStorage::new(location)), None)),

@@ -40,7 +40,7 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use blockhouse_core::{Result, Storage};
+use blockhouse_core::{Result, Storage, rare};
 use blockhouse_engine::HostFile;
 use blockhouse_format::Replay;
 
@@ -146,7 +146,7 @@ impl Restore {
             Self::Reader(uses) => check_nothing_pending(&disk, &uses)?,
             Self::Without(uses @ StateUse::Replay(None)) => refuse_lost_session(&disk, &uses)?,
             Self::Without(uses) => warn_of_lost_session(&disk, &uses),
-            Self::Writer(writer) => return writer.finish(disk).await,
+            Self::Writer(writer) => return rare(writer.finish(disk)).await,
         }
         Ok(disk)
     }

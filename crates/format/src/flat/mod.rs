@@ -8,7 +8,7 @@ mod raw;
 mod side_file;
 
 use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, SyncMode,
+    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, SyncMode, rare,
 };
 
 pub use raw::Raw;
@@ -110,7 +110,7 @@ impl<S: Storage> Flat<S> {
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
-            Self::WithSideFile(side_file) => side_file.image().size_change().grow(size).await,
+            Self::WithSideFile(side_file) => rare(side_file.image().size_change().grow(size)).await,
             Self::Luks(luks) => luks.resize(size).await,
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
@@ -119,7 +119,7 @@ impl<S: Storage> Flat<S> {
     /// As [`SizeChange::shrink`](crate::SizeChange::shrink).
     pub(crate) async fn shrink(&self, size: u64) -> Result<()> {
         match self.qcow2() {
-            Some(qcow2) => qcow2.size_change().shrink(size).await,
+            Some(qcow2) => rare(qcow2.size_change().shrink(size)).await,
             None => self.resize(size).await,
         }
     }
@@ -127,7 +127,7 @@ impl<S: Storage> Flat<S> {
     /// As [`Format::close`](crate::Format::close).
     pub(crate) async fn close(&self) -> Result<()> {
         match self.qcow2() {
-            Some(qcow2) => qcow2.close().await,
+            Some(qcow2) => rare(qcow2.close()).await,
             None => self.flush(SyncMode::Data).await,
         }
     }

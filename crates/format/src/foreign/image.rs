@@ -312,7 +312,7 @@ impl<S: Storage> Foreign<S> {
     /// # Errors
     /// Errors of the storage; `Unsupported` for more blocks than can be counted.
     pub(crate) async fn check(&self) -> Result<Option<CheckReport>> {
-        let survey = self.survey().await.map_err(|error| error.on(self.storage.name()))?;
+        let survey = rare(self.survey()).await.map_err(|error| error.on(self.storage.name()))?;
         Ok(survey.map(Survey::finish))
     }
 
@@ -341,7 +341,7 @@ impl<S: Storage> Foreign<S> {
                 Turn::Run(guard) => break guard,
             }
         };
-        let survey = self.survey().await;
+        let survey = rare(self.survey()).await;
         if let Ok(Some(survey)) = survey
             && let Err(error) = survey.check_apart()
         {

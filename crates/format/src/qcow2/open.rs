@@ -27,7 +27,7 @@
 //! these clusters may be wrong, and a repair could still correct them. A crash before the
 //! truncation leaves a longer file.
 
-use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode, rare};
 
 use crate::CacheCounts;
 
@@ -150,7 +150,7 @@ impl<S: Storage> Qcow2<S> {
             metadata.sync(SyncMode::Data).await?;
             if is_dirty {
                 metadata.autoclear().begin_changes_before_replay().await?;
-                recount(&metadata, &logged_hosts(geometry, log)).await?;
+                rare(recount(&metadata, &logged_hosts(geometry, log))).await?;
             }
         }
         Ok(Self { metadata, transactions: Transactions::new(), bitmaps, facts })
@@ -193,7 +193,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::settle`](crate::Format::settle).
     pub async fn settle(&self) -> Result<()> {
-        self.bitmaps.end(&self.metadata).await?;
+        rare(self.bitmaps.end(&self.metadata)).await?;
         self.metadata.write_everything().await?;
         self.metadata.settle().await
     }
@@ -212,7 +212,7 @@ impl<S: Storage> Qcow2<S> {
         // If the end of the session fails, bitmaps have at most bits set in excess; the rest of the
         // image is closed nevertheless.
         let ended = match self.metadata.check_writable() {
-            Ok(()) => self.bitmaps.end(&self.metadata).await,
+            Ok(()) => rare(self.bitmaps.end(&self.metadata)).await,
             Err(_) => Ok(()),
         };
         self.metadata.write_everything().await?;

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_core::{Error, ErrorKind, Result, rare};
 use blockhouse_engine::{Stream, timeout};
 use blockhouse_nbd_protocol::uri::{ClientUri, NbdUri};
 
@@ -46,7 +46,7 @@ impl Dial {
         let tls = ClientTls::load(&uri)?.map(Arc::new);
         let way = Way { uri: uri.export, tls };
         let name = way.uri.to_string();
-        let (link, export) = negotiate(&way, &name, &context).await?;
+        let (link, export) = rare(negotiate(&way, &name, &context)).await?;
         Ok((Self { way, name, context, reconnect_time, export }, link))
     }
 
@@ -58,7 +58,7 @@ impl Dial {
         if let Some(tls) = &self.way.tls {
             tls.refresh();
         }
-        let (link, export) = negotiate(&self.way, &self.name, &self.context).await?;
+        let (link, export) = rare(negotiate(&self.way, &self.name, &self.context)).await?;
         if export == self.export {
             Ok(link)
         } else {

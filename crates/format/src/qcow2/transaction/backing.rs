@@ -14,7 +14,7 @@
 //! has either the old backing file or the new one. If the extensions do not fit, the change is
 //! refused.
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode, rare};
 
 use crate::qcow2::header::Qcow2Header;
 use crate::qcow2::layout::extensions::{self, BACKING_FORMAT, Extension, FEATURE_NAMES};
@@ -34,7 +34,7 @@ impl<S: Storage> Qcow2Header<'_, S> {
     /// `InvalidInput` for a name that is empty, too long, or too long for the header; storage
     /// errors.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
-        change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions).await
+        rare(change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions)).await
     }
 }
 

@@ -5,7 +5,7 @@ use std::mem;
 use std::ops::Range;
 
 use async_lock::{Semaphore, SemaphoreGuard};
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode, rare};
 use futures_util::stream::{self, StreamExt};
 
 use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, DirectoryLocation, LIVE_BITMAPS};
@@ -119,9 +119,9 @@ impl Transactions {
     ) -> Result<T> {
         let _alone = self.begin().await;
         let mut freeze = FreezeGuard::freeze(metadata).await?;
-        let mut transaction = MetadataTransaction::begin(metadata).await?;
+        let mut transaction = rare(MetadataTransaction::begin(metadata)).await?;
         let outcome = change(&mut transaction).await?;
-        let freed = transaction.commit(&mut freeze).await?;
+        let freed = rare(transaction.commit(&mut freeze)).await?;
         // A read may have looked up a freed cluster; if the cluster were reallocated before the
         // read ends, the read would return another owner's data.
         metadata.reads_ended().await;
