@@ -4,11 +4,13 @@
 //! the requests of the last interval. Without a terminal, prints one table.
 
 mod app;
+mod canvas;
 mod client;
 mod model;
 mod rates;
 mod screen;
 mod table;
+mod terminal;
 
 use std::io::{self, IsTerminal};
 use std::time::Duration;
@@ -16,9 +18,10 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use app::{App, Next};
 use client::Source;
+use crossterm::event;
 use model::Snapshot;
-use ratatui::crossterm::event;
 use rates::rows;
+use terminal::Terminal;
 
 use crate::output;
 
@@ -56,23 +59,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
 }
 
-/// Shows the server until a key ends it. Restores the terminal afterwards, also after an error.
+/// Shows the server until a key ends it.
 fn run_live(server: &Source, interval: Duration, first: Snapshot) -> Result<()> {
-    let mut terminal = ratatui::try_init().context("cannot use the terminal")?;
-    let shown = show(server, interval, first, &mut terminal);
-    ratatui::restore();
-    shown
-}
-
-fn show(
-    server: &Source,
-    interval: Duration,
-    first: Snapshot,
-    terminal: &mut ratatui::DefaultTerminal,
-) -> Result<()> {
+    let mut terminal = Terminal::take().context("cannot use the terminal")?;
     let mut app = App::new(server.to_string(), interval, first);
     loop {
-        terminal.draw(|frame| screen::draw(frame, &app)).context("cannot draw")?;
+        terminal.show(|canvas| screen::draw(canvas, &app)).context("cannot draw")?;
         if event::poll(app.time_to_reading()).context("cannot read the keyboard")? {
             let event = event::read().context("cannot read the keyboard")?;
             if app.handle(&event) == Next::Quit {

@@ -2,61 +2,59 @@
 
 use std::collections::VecDeque;
 
-use ratatui::Frame;
-use ratatui::layout::{Constraint, Flex, Layout, Rect};
-use ratatui::style::{Color, Modifier, Style};
-use ratatui::text::Line;
-use ratatui::widgets::{
-    Block, Cell, Clear, Paragraph, Row as TableRow, Sparkline, Table, TableState, Wrap,
-};
+use crossterm::style::{ContentStyle, Stylize};
 
 use super::app::App;
+use super::canvas::{Area, Canvas, wrap};
 use super::rates::{Detail, Row};
 use super::table;
 
 /// On a screen with fewer columns, the detail tables are one below the other.
-const MIN_BESIDE: u16 = 100;
+const MIN_BESIDE: usize = 100;
 /// Two tables one below the other need this many lines.
-const MIN_BELOW: u16 = 12;
+const MIN_BELOW: usize = 12;
 /// The maximum number of lines for the error of a failed reading.
-const MAX_FAILURE_LINES: u16 = 4;
+const MAX_FAILURE_LINES: usize = 4;
 
 /// Draws the whole view.
-pub fn draw(frame: &mut Frame<'_>, app: &App) {
-    let rows = app.rows.len() as u16 + 1;
-    let [head, disks, lines, details, foot] = Layout::vertical([
-        Constraint::Length(1),
-        Constraint::Length(rows.min(frame.area().height / 2).max(2)),
-        Constraint::Length(5),
-        Constraint::Min(0),
-        Constraint::Length(foot_lines(app, frame.area().width)),
-    ])
-    .areas(frame.area());
-    draw_head(frame, app, head);
-    draw_disks(frame, app, disks);
+pub fn draw(canvas: &mut Canvas, app: &App) {
+    let whole = canvas.area();
+    let mut area = whole;
+    let head = area.take_lines(1);
+    let foot = foot(app, whole.width);
+    let mut left = area.take_lines(area.height.saturating_sub(foot.len()));
+    draw_head(canvas, app, head);
+    draw_disks(canvas, app, left.take_lines((app.rows.len() + 1).min(whole.height / 2).max(2)));
     if let Some((_, row)) = app.selected_row() {
-        draw_lines(frame, app, row, lines);
-        draw_details(frame, row, details);
+        draw_bars(canvas, app, row, left.take_lines(5));
+        draw_details(canvas, row, left);
     }
-    draw_foot(frame, app, foot);
+    let style = if app.failure.is_some() { plain().red() } else { plain() };
+    for (number, line) in foot.iter().enumerate() {
+        canvas.text(area, number, line, style);
+    }
     if app.shows_help {
-        draw_help(frame);
+        draw_help(canvas);
     }
 }
 
+fn plain() -> ContentStyle {
+    ContentStyle::new()
+}
+
 /// The first of `texts` that fits in `width` columns, or the last.
-fn first_that_fits(texts: impl IntoIterator<Item = String>, width: u16) -> String {
+fn first_that_fits(texts: impl IntoIterator<Item = String>, width: usize) -> String {
     let mut last = String::new();
     for text in texts {
         last = text;
-        if last.chars().count() <= usize::from(width) {
+        if last.chars().count() <= width {
             break;
         }
     }
     last
 }
 
-fn draw_head(frame: &mut Frame<'_>, app: &App, area: Rect) {
+fn draw_head(canvas: &mut Canvas, app: &App, area: Area) {
     let sum = |number: fn(&Row) -> f64| app.rows.iter().map(number).sum::<f64>();
     let numbers = format!(
         "{} disks, {} requests/s, {}B/s, {} clients",
@@ -73,7 +71,7 @@ fn draw_head(frame: &mut Frame<'_>, app: &App, area: Rect) {
                 format!("{server}: {numbers}"),
                 numbers,
             ],
-            Style::new().add_modifier(Modifier::BOLD),
+            plain().bold(),
         ),
         Some(age) => {
             let age = age.as_secs();
@@ -83,96 +81,79 @@ fn draw_head(frame: &mut Frame<'_>, app: &App, area: Rect) {
                     format!("OLD: no answer for {age} s; before: {numbers}"),
                     format!("OLD: no answer for {age} s"),
                 ],
-                Style::new().fg(Color::Red).add_modifier(Modifier::BOLD | Modifier::REVERSED),
+                plain().red().bold().reverse(),
             )
         }
     };
-    let text = first_that_fits(texts, area.width);
-    frame.render_widget(Paragraph::new(text).style(style), area);
+    canvas.text(area, 0, &first_that_fits(texts, area.width), style);
 }
 
-fn draw_disks(frame: &mut Frame<'_>, app: &App, area: Rect) {
+fn draw_disks(canvas: &mut Canvas, app: &App, area: Area) {
     let mut lines = vec![table::HEADINGS.map(str::to_owned)];
     lines.extend(app.rows.iter().map(table::cells));
-    let columns = table::fit(&lines, &table::FIRST_TO_GO, area.width.into());
-    let is_old = app.failure.is_some();
-    let line = |(row, cells): (&Row, &[String; 12])| {
+    let columns = table::fit(&lines, &table::FIRST_TO_GO, area.width);
+    canvas.text(area, 0, &line_of(&lines[0], &columns), plain().reverse());
+    let selected = app.selected_row().map_or(0, |(index, _)| index);
+    let room = area.height.saturating_sub(1);
+    let above = (selected + 1).saturating_sub(room);
+    let disks = app.rows.iter().zip(&lines[1..]).enumerate().skip(above).take(room);
+    for (line, (index, (row, cells))) in disks.enumerate() {
         let style = match (row.errors, table::wait(row)) {
-            (0, None) => Style::new(),
-            (0, Some(_)) => Style::new().fg(Color::Yellow),
-            _ => Style::new().fg(Color::Red),
+            _ if index == selected => plain().white().on_blue(),
+            (0, None) => plain(),
+            (0, Some(_)) => plain().yellow(),
+            _ => plain().red(),
         };
-        let style = if is_old { style.add_modifier(Modifier::DIM) } else { style };
-        TableRow::new(aligned(cells, &columns)).style(style)
-    };
-    let header = TableRow::new(aligned(&lines[0], &columns));
-    let disks = Table::new(app.rows.iter().zip(&lines[1..]).map(line), widths(&columns))
-        .header(header.style(Modifier::REVERSED))
-        .row_highlight_style(Style::new().bg(Color::Blue).fg(Color::White));
-    let mut state = TableState::new().with_selected(app.selected_row().map(|(index, _)| index));
-    frame.render_stateful_widget(disks, area, &mut state);
-}
-
-fn widths(columns: &[(usize, usize)]) -> impl Iterator<Item = Constraint> {
-    columns.iter().map(|(_, width)| Constraint::Length(*width as u16))
-}
-
-/// The cells of these columns: the name to the left, numbers to the right.
-fn aligned<const N: usize>(
-    cells: &[String; N],
-    columns: &[(usize, usize)],
-) -> impl Iterator<Item = Cell<'static>> {
-    columns.iter().map(|(column, width)| match column {
-        0 => Cell::new(table::shorten(&cells[0], *width)),
-        _ => Cell::new(Line::from(cells[*column].clone()).right_aligned()),
-    })
-}
-
-fn draw_lines(frame: &mut Frame<'_>, app: &App, row: &Row, area: Rect) {
-    let Some(history) = app.history.get(&row.name) else { return };
-    let areas: [Rect; 3] = Layout::horizontal([Constraint::Fill(1); 3]).areas(area);
-    let last = |list: &VecDeque<u64>| list.back().copied().unwrap_or(0);
-    for (list, title, area) in [
-        (
-            &history.rates,
-            format!("requests/s {}", table::count(last(&history.rates) as f64)),
-            areas[0],
-        ),
-        (&history.p50, format!("p50 {}", table::time(row.all.p50)), areas[1]),
-        (&history.p99, format!("p99 {}", table::time(row.all.p99)), areas[2]),
-    ] {
-        let block = Block::bordered().title(format!(" {title} "));
-        let width = block.inner(area).width as usize;
-        let latest = list.iter().skip(list.len().saturating_sub(width)).copied();
-        let line = Sparkline::default().data(latest).style(Color::Green).block(block);
-        frame.render_widget(line, area);
+        let style = if app.failure.is_some() { style.dim() } else { style };
+        canvas.text(area, line + 1, &line_of(cells, &columns), style);
     }
 }
 
-fn draw_details(frame: &mut Frame<'_>, row: &Row, area: Rect) {
-    let both = [Constraint::Fill(1); 2];
-    let areas: [Rect; 2] = match area.width >= MIN_BESIDE {
-        true => Layout::horizontal(both).areas(area),
-        false if area.height >= MIN_BELOW => Layout::vertical(both).areas(area),
-        false => [area, Rect::ZERO],
+/// A line with these columns: the name to the left, numbers to the right.
+fn line_of<const N: usize>(cells: &[String; N], columns: &[(usize, usize)]) -> String {
+    let cell = |&(column, width): &(usize, usize)| match column {
+        0 => format!("{:<width$}", table::shorten(&cells[0], width)),
+        _ => format!("{:>width$}", cells[column]),
+    };
+    columns.iter().map(cell).collect::<Vec<_>>().join(" ")
+}
+
+fn draw_bars(canvas: &mut Canvas, app: &App, row: &Row, area: Area) {
+    let Some(history) = app.history.get(&row.name) else { return };
+    let last = |list: &VecDeque<u64>| list.back().copied().unwrap_or(0);
+    let rate = format!(" requests/s {} ", table::count(last(&history.rates) as f64));
+    let lists = [
+        (&history.rates, rate),
+        (&history.p50, format!(" p50 {} ", table::time(row.all.p50))),
+        (&history.p99, format!(" p99 {} ", table::time(row.all.p99))),
+    ];
+    for ((list, title), area) in lists.into_iter().zip(area.columns::<3>()) {
+        let inner = canvas.bordered(area, &title);
+        canvas.bars(inner, list);
+    }
+}
+
+fn draw_details(canvas: &mut Canvas, row: &Row, mut area: Area) {
+    let areas = match area.width >= MIN_BESIDE {
+        true => area.columns(),
+        false if area.height >= MIN_BELOW => [area.take_lines(area.height / 2), area],
+        false => [area, Area::default()],
     };
     let wait = table::wait(row).map_or_else(String::new, |wait| format!("{wait} "));
     for (title, details, area) in [
         (format!(" {} requests {wait}", row.name.escape_debug()), &row.requests, areas[0]),
         (" where they spend their time ".into(), &row.stages, areas[1]),
     ] {
-        let block = Block::bordered().title(title);
+        let inner = canvas.bordered(area, &title);
         let mut lines = vec![["", "/S", "B/S", "P50", "P99", "ERR"].map(str::to_owned)];
         lines.extend(details.iter().map(detail_cells));
-        let inner = block.inner(area).width;
-        let mut columns = table::fit(&lines, &DETAILS_FIRST_TO_GO, inner.into());
+        let mut columns = table::fit(&lines, &DETAILS_FIRST_TO_GO, inner.width);
         let taken = columns.iter().map(|(_, width)| width + 1).sum::<usize>() - 1;
-        columns[0].1 += usize::from(inner).saturating_sub(taken);
-        let rows = lines[1..].iter().map(|cells| TableRow::new(aligned(cells, &columns)));
-        let list = Table::new(rows, widths(&columns))
-            .header(TableRow::new(aligned(&lines[0], &columns)).style(Modifier::DIM))
-            .block(block);
-        frame.render_widget(list, area);
+        columns[0].1 += inner.width.saturating_sub(taken);
+        for (number, line) in lines.iter().enumerate() {
+            let style = if number == 0 { plain().dim() } else { plain() };
+            canvas.text(inner, number, &line_of(line, &columns), style);
+        }
     }
 }
 
@@ -191,24 +172,18 @@ fn detail_cells(detail: &Detail) -> [String; 6] {
     ]
 }
 
-/// An error of several lines gets one more, because wrapping at words leaves part of each line
-/// empty.
-fn foot_lines(app: &App, width: u16) -> u16 {
-    let Some(failure) = &app.failure else { return 1 };
-    let lines = failure.chars().count() as u16 / width.max(1) + 1;
-    (if lines > 1 { lines + 1 } else { 1 }).min(MAX_FAILURE_LINES)
-}
-
-fn draw_foot(frame: &mut Frame<'_>, app: &App, area: Rect) {
+/// The last lines: the error of a failed reading, or the keys.
+fn foot(app: &App, width: usize) -> Vec<String> {
     if let Some(failure) = &app.failure {
-        let text = Paragraph::new(failure.clone()).wrap(Wrap { trim: true });
-        return frame.render_widget(text.style(Style::new().fg(Color::Red)), area);
+        let mut lines = wrap(failure, width);
+        lines.truncate(MAX_FAILURE_LINES);
+        return lines;
     }
     let state = if app.is_paused { "PAUSED  " } else { "" };
     let keys = format!("{state}q quit  ↑↓ disk  s sort  p pause  h help");
     let sort = app.sort_by.as_str();
     let order = format!("{keys}  (sorted by {sort}, every {:?})", app.interval);
-    frame.render_widget(Paragraph::new(first_that_fits([order, keys], area.width)), area);
+    vec![first_that_fits([order, keys], width)]
 }
 
 const HELP: &str = "\
@@ -223,13 +198,12 @@ h, ?            this page
 P50 and P99 are of the requests that ended in the
 last interval. ERRORS counts since the server's start.";
 
-fn draw_help(frame: &mut Frame<'_>) {
-    let (width, height) = (58, HELP.lines().count() as u16 + 2);
-    let [area] =
-        Layout::horizontal([Constraint::Max(width)]).flex(Flex::Center).areas(frame.area());
-    let [area] = Layout::vertical([Constraint::Max(height)]).flex(Flex::Center).areas(area);
-    frame.render_widget(Clear, area);
-    frame.render_widget(Paragraph::new(HELP).block(Block::bordered().title(" keys ")), area);
+fn draw_help(canvas: &mut Canvas) {
+    let area = canvas.area().center(58, HELP.lines().count() + 2);
+    let inner = canvas.bordered(area, " keys ");
+    for (number, line) in HELP.lines().enumerate() {
+        canvas.text(inner, number, line, plain());
+    }
 }
 
 #[cfg(test)]

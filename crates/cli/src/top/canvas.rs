@@ -1,0 +1,174 @@
+//! A screen of characters: what a view draws, and how a terminal shows it.
+//!
+//! Nothing that is drawn leaves its [`Area`], whatever its size.
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+
+use crossterm::cursor::MoveTo;
+use crossterm::queue;
+use crossterm::style::{ContentStyle, PrintStyledContent, Stylize};
+
+/// The eighths of a cell, as a bar fills it from below.
+const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// A part of the screen, in cells.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Area {
+    /// The column of its left edge.
+    pub left: usize,
+    /// The line of its upper edge.
+    pub top: usize,
+    /// Its columns.
+    pub width: usize,
+    /// Its lines.
+    pub height: usize,
+}
+
+impl Area {
+    /// Takes at most `height` lines off the upper edge.
+    pub fn take_lines(&mut self, height: usize) -> Self {
+        let taken = Self { height: height.min(self.height), ..*self };
+        (self.top, self.height) = (self.top + taken.height, self.height - taken.height);
+        taken
+    }
+
+    /// Divides the area into `N` columns of equal width; the last one has what is left.
+    pub fn columns<const N: usize>(self) -> [Self; N] {
+        let width = self.width / N;
+        std::array::from_fn(|index| {
+            let left = width * index;
+            let width = if index + 1 == N { self.width - left } else { width };
+            Self { left: self.left + left, width, ..self }
+        })
+    }
+
+    /// An area of at most this size in the middle.
+    pub fn center(self, width: usize, height: usize) -> Self {
+        let (width, height) = (width.min(self.width), height.min(self.height));
+        let (left, top) = ((self.width - width) / 2, (self.height - height) / 2);
+        Self { left: self.left + left, top: self.top + top, width, height }
+    }
+
+    /// The area within a border.
+    fn inner(self) -> Self {
+        let (width, height) = (self.width.saturating_sub(2), self.height.saturating_sub(2));
+        Self { left: self.left + 1, top: self.top + 1, width, height }
+    }
+}
+
+/// The cells of a screen.
+pub struct Canvas {
+    area: Area,
+    /// The character and the style of each cell, line by line.
+    cells: Vec<(char, ContentStyle)>,
+}
+
+impl Canvas {
+    /// An empty screen.
+    pub fn new(width: usize, height: usize) -> Self {
+        let cells = vec![(' ', ContentStyle::new()); width * height];
+        Self { area: Area { width, height, ..Area::default() }, cells }
+    }
+
+    /// The whole screen.
+    pub fn area(&self) -> Area {
+        self.area
+    }
+
+    /// Draws a text at the beginning of a line of an area; the style is that of the whole line.
+    pub fn text(&mut self, area: Area, line: usize, text: &str, style: ContentStyle) {
+        if line < area.height {
+            let blank = std::iter::repeat(' ');
+            let shown = text.chars().map(|char| if char.is_control() { ' ' } else { char });
+            for (column, char) in shown.chain(blank).take(area.width).enumerate() {
+                self.put(area, (column, line), char, style);
+            }
+        }
+    }
+
+    /// Clears an area, draws its border with a title, and returns the area within.
+    pub fn bordered(&mut self, area: Area, title: &str) -> Area {
+        let (plain, inner) = (ContentStyle::new(), area.inner());
+        if area.width < 2 || area.height < 2 {
+            return Area::default();
+        }
+        let edge = |left: char, line: &str, right: char| {
+            let rest = "─".repeat(inner.width.saturating_sub(line.chars().count()));
+            let line: String = line.chars().take(inner.width).collect();
+            format!("{left}{line}{rest}{right}")
+        };
+        self.text(area, 0, &edge('┌', title, '┐'), plain);
+        for line in 1..=inner.height {
+            self.text(area, line, &format!("│{}│", " ".repeat(inner.width)), plain);
+        }
+        self.text(area, inner.height + 1, &edge('└', "", '┘'), plain);
+        inner
+    }
+
+    /// Draws the latest values as bars, the last one at the right if there are more values than
+    /// columns; the highest bar fills the area.
+    pub fn bars(&mut self, area: Area, values: &VecDeque<u64>) {
+        let latest = || values.iter().skip(values.len().saturating_sub(area.width));
+        let most = u128::from(latest().copied().max().unwrap_or(0).max(1));
+        for (column, value) in latest().enumerate() {
+            let eighths = u128::from(*value) * area.height as u128 * 8 / most;
+            for line in 0..area.height {
+                let below = 8 * (area.height - 1 - line);
+                let filled = (eighths as usize).saturating_sub(below).min(8);
+                self.put(area, (column, line), EIGHTHS[filled], ContentStyle::new().green());
+            }
+        }
+    }
+
+    fn put(&mut self, area: Area, (column, line): (usize, usize), char: char, style: ContentStyle) {
+        let (column, line) = (area.left + column, area.top + line);
+        if column < self.area.width && line < self.area.height {
+            self.cells[line * self.area.width + column] = (char, style);
+        }
+    }
+
+    /// Writes the screen to a terminal of the same size.
+    pub fn show(&self, out: &mut impl Write) -> io::Result<()> {
+        for (number, line) in self.cells.chunks(self.area.width.max(1)).enumerate() {
+            let mut column = 0;
+            // A new position after each character that a terminal may show in two columns.
+            for run in line.chunk_by(|(a, one), (_, other)| one == other && (*a as u32) < 0x2600) {
+                let text: String = run.iter().map(|(char, _)| char).collect();
+                queue!(out, MoveTo(column, number as u16))?;
+                queue!(out, PrintStyledContent(run[0].1.apply(text)))?;
+                column += run.len() as u16;
+            }
+        }
+        out.flush()
+    }
+
+    /// The characters, line by line.
+    #[cfg(test)]
+    pub fn content(&self) -> String {
+        let line = |line: &[(char, ContentStyle)]| line.iter().map(|(char, _)| char).collect();
+        self.cells.chunks(self.area.width.max(1)).map(line).collect::<Vec<String>>().join("\n")
+    }
+}
+
+/// Divides a text into lines of at most `width` characters, at spaces where possible.
+pub fn wrap(text: &str, width: usize) -> Vec<String> {
+    let width = width.max(1);
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let mut word: Vec<char> = word.chars().collect();
+        let used = lines.last().map_or(0, |line| line.chars().count());
+        if used > 0 && used + 1 + word.len() > width {
+            lines.push(String::new());
+        } else if used > 0 {
+            word.insert(0, ' ');
+        }
+        for (index, piece) in word.chunks(width).enumerate() {
+            if index > 0 {
+                lines.push(String::new());
+            }
+            lines.last_mut().expect("there is a line").extend(piece);
+        }
+    }
+    lines
+}
