@@ -5,15 +5,15 @@
 #![no_main]
 #![forbid(unsafe_code)]
 
-use blockhouse_daemon::strangers::read_qmp;
+use blockhouse_qmp::read_all;
 use blockhouse_fuzz::in_bounded_memory;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {
     let Some((length, bytes)) = input.split_first() else { return };
     in_bounded_memory(|| {
-        let whole = read_qmp(bytes.chunks(bytes.len().max(1)));
-        let pieces = read_qmp(bytes.chunks(usize::from(*length).max(1)));
+        let whole = read_all(bytes.chunks(bytes.len().max(1)));
+        let pieces = read_all(bytes.chunks(usize::from(*length).max(1)));
         assert_eq!(whole, pieces, "a message depends on how its bytes come");
         assert!(whole.iter().flat_map(|message| message.as_ref().err()).all(|why| !why.is_empty()));
     });

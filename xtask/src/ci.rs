@@ -24,7 +24,7 @@ const DENY: &[&str] = &[changes::MANIFESTS];
 /// The packages that the kill step tests.
 const KILL: &[&str] = &["blockhouse-daemon", "lab-kill"];
 /// The packages in `crates/` that fuzz targets use, and the targets.
-const FUZZ: &[&str] = &["blockhouse-daemon", "blockhouse-fuzz"];
+const FUZZ: &[&str] = &["blockhouse-qmp", "blockhouse-fuzz"];
 /// The scenarios of `cargo xtask vm`, and the package that each tests.
 const SCENARIOS: &[(&str, &str)] = &[
     ("fua", "blockhouse-disk"),

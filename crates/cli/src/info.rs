@@ -7,7 +7,6 @@ use crate::image_args::resolve_relative;
 use anyhow::{Context, Result};
 use blockhouse_core::{Alignment, Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_daemon::control::Listed;
-use blockhouse_daemon::qcow2_words::qcow2_data;
 use blockhouse_disk::{
     Backing, Bitmap, CacheMode, DataFile, Features, FilePart, ImageDisk, ImageOptions, Locking,
     PendingChanges, Purpose, StateUse, open, plain_backing, warn_of_mark,
@@ -15,6 +14,7 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::Switch;
 use blockhouse_format::{Encryption, LuksEncryption, VmdkFacts};
+use blockhouse_qmp::qcow2_words::qcow2_data;
 use serde_json::{Value, json};
 
 use crate::bitmap;

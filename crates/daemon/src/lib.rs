@@ -13,7 +13,6 @@
 //! - `jobs`: long work on disks while they are served
 //! - [`control`]: the methods for users of a running server, and a client; [`forks`]: parameters of
 //!   forks
-//! - `qmp`: control by the protocol of QEMU's monitor
 //! - [`metrics`]: measurements of the running server
 //! - `hand_over`: the hand-over to another process; `launcher`: starts that process; `sandbox`: the
 //!   confinement of the server
@@ -28,7 +27,6 @@ mod jobs;
 mod launcher;
 pub mod metrics;
 mod process;
-mod qmp;
 mod running;
 mod sandbox;
 mod server;
@@ -36,8 +34,10 @@ mod service;
 
 pub use endpoints::sockets::runtime_folder;
 pub use launcher::{WORD as LAUNCH_WORD, run as launch};
-pub use process::{key_memory, passed_sockets, stop_request};
-pub use qmp::qcow2_words;
+pub use process::workers::Workers;
+pub use process::{kept_sockets, key_memory, passed_sockets, stop_request};
+pub use running::claims::Name;
+pub use running::{Running, RunningDisk};
 pub use sandbox::SandboxReport;
 pub use server::run::run;
 #[doc(hidden)]

@@ -23,7 +23,8 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-jobs", 4),
     ("blockhouse-config", 5),
     ("blockhouse-daemon", 6),
-    ("blockhouse", 7),
+    ("blockhouse-qmp", 7),
+    ("blockhouse", 8),
 ];
 /// Packages outside of the layers, which no crate of a layer uses.
 const OUTSIDE: &[&str] = &[

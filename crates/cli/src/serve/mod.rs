@@ -17,6 +17,7 @@ pub use arguments::Arguments;
 use arguments::refuse;
 use blockhouse_config::setup::WrongUsage;
 use blockhouse_daemon::Service;
+use blockhouse_qmp::Qmp;
 pub use nbd_habits::parse_aio;
 use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
@@ -47,7 +48,7 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
         return fork();
     }
     arguments.serve_overlay()?;
-    let served = blockhouse_daemon::run(&arguments.setup()?, |service| {
+    let served = blockhouse_daemon::run(&arguments.setup()?, &Qmp, |service| {
         announce(service, verbose, arguments.in_background);
         match &arguments.vhost_user_blk[..] {
             _ if arguments.in_background => {}

@@ -23,6 +23,7 @@ use blockhouse_config::setup::{Setup, StorageDaemon};
 use blockhouse_daemon::passed_sockets;
 use blockhouse_engine::take_inherited_socket;
 use blockhouse_nbd::{SocketPermissions, TlsFiles, TlsMode};
+use blockhouse_qmp::Qmp;
 use rustix::io::Errno;
 
 pub use self::arguments::Arguments;
@@ -51,7 +52,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         return daemonize();
     }
     let (setup, stdio) = setup(plan, arguments)?;
-    let outcome = blockhouse_daemon::run(&setup, |service| {
+    let outcome = blockhouse_daemon::run(&setup, &Qmp, |service| {
         service.notify_ready();
         if arguments.in_background {
             // The empty line ends the list of ready lines.

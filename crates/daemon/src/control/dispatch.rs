@@ -8,8 +8,10 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::offers::ExportOptions;
 use blockhouse_config::threshold::Threshold;
+use blockhouse_core::rare;
 use blockhouse_disk::Access;
 use blockhouse_nbd::uri::NbdUri;
+use futures_util::future::LocalBoxFuture;
 use serde_json::Value;
 
 use super::Listed;
@@ -33,7 +35,17 @@ use crate::running::{Refreshed, Running, RunningDisk, RunningExport};
 /// Executes a request that changes or queries disks, exports or jobs. `server` handles requests
 /// about the connection or the process. A long call stops soon after `is_cancelled` returns true,
 /// if the call can still be cancelled.
-pub(crate) async fn call(
+pub fn call<'a>(
+    running: &'a Running,
+    answers: &'a Answers,
+    method: &'a str,
+    given: Value,
+    is_cancelled: &'a dyn Fn() -> bool,
+) -> LocalBoxFuture<'a, Outcome> {
+    rare(dispatch(running, answers, method, given, is_cancelled))
+}
+
+async fn dispatch(
     running: &Running,
     answers: &Answers,
     method: &str,

@@ -10,6 +10,7 @@
 //! - `snapshots`: taking and deleting snapshots
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results
 //! - `server`, `line_stream`, `gate`: connections; `client`: the client's end of a connection
+//! - [`Monitor`]: the place of another protocol, which `blockhouse-qmp` implements
 //! - `upgrades`: the upgrades requested, until the main thread executes them
 
 mod backup_methods;
@@ -28,6 +29,7 @@ mod jobs;
 mod line_stream;
 mod listed;
 pub mod methods;
+mod monitor;
 mod outcome;
 mod pause_log;
 mod rpc;
@@ -38,15 +40,17 @@ mod transactions;
 pub(crate) mod upgrades;
 
 pub use client::{Connection, RpcError};
-pub(crate) use dispatch::call;
-pub(crate) use gate::{Closed, Gate};
+pub use dispatch::call;
+pub(crate) use gate::Closed;
+pub use gate::Gate;
 pub(crate) use jobs::listed as listed_jobs;
-pub(crate) use line_stream::LineWriter;
+pub use line_stream::LineWriter;
 pub use listed::Listed;
 pub use methods::{UpgradeReply, schema};
-pub(crate) use rpc::Failure;
-pub use rpc::LACKS_CHANGES;
-pub(crate) use server::{Control, accept_clients};
+pub use monitor::{Monitor, MonitorProtocol};
+pub use rpc::{Failure, LACKS_CHANGES};
+pub(crate) use server::Control;
+pub use server::accept_clients;
 
 /// The maximum number of bytes in a message to a server, without the end of line.
 pub const MAX_LINE: usize = 64 << 10;

@@ -30,10 +30,10 @@ pub(super) struct Call {
 
 /// Why a request has no result.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub struct Failure {
     pub(super) code: i64,
     /// One line.
-    pub(crate) message: String,
+    pub message: String,
 }
 
 impl From<anyhow::Error> for Failure {

@@ -161,7 +161,7 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
 
 /// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Returns when
 /// all clients have ended.
-pub(crate) async fn accept_clients<'a>(
+pub async fn accept_clients<'a>(
     listener: Listener,
     stopped: Stopped,
     serve_client: impl Fn(Stream) -> LocalBoxFuture<'a, ()>,

@@ -347,7 +347,7 @@ impl Event {
 
 /// The subscribers. Clones share them.
 #[derive(Clone, Default)]
-pub(crate) struct Events(Arc<Mutex<Vec<Weak<Queue>>>>);
+pub struct Events(Arc<Mutex<Vec<Weak<Queue>>>>);
 
 #[derive(Default)]
 struct Queue {
@@ -362,7 +362,7 @@ struct Waiting {
 }
 
 /// The events for one subscriber, from its subscription on.
-pub(crate) struct Subscription(Arc<Queue>);
+pub struct Subscription(Arc<Queue>);
 
 impl Events {
     /// Sends an event to all subscribers.
@@ -376,7 +376,7 @@ impl Events {
     }
 
     /// Subscribes to all events from now on.
-    pub(crate) fn subscribe(&self) -> Subscription {
+    pub fn subscribe(&self) -> Subscription {
         let queue = Arc::new(Queue::default());
         self.0.lock().push(Arc::downgrade(&queue));
         Subscription(queue)
@@ -403,7 +403,7 @@ impl Queue {
 
 impl Subscription {
     /// Waits for the next event. Dropping this future loses no event.
-    pub(crate) async fn next(&self) -> Event {
+    pub async fn next(&self) -> Event {
         self.0.changed.wait_until(|| self.0.pop()).await
     }
 }

@@ -61,7 +61,7 @@ pub(crate) struct JobSetup {
 
 /// The jobs of a server.
 #[derive(Default)]
-pub(crate) struct Jobs(Mutex<State>);
+pub struct Jobs(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -78,26 +78,26 @@ struct State {
 }
 
 /// A job.
-pub(crate) struct RunningJob {
+pub struct RunningJob {
     /// The name, unique in the server.
-    pub(crate) name: String,
+    pub name: String,
     /// The kind of work: "mirror", "commit", "stream" or "backup".
-    pub(crate) kind: &'static str,
+    pub kind: &'static str,
     /// The name of its disk.
-    pub(crate) disk: String,
+    pub disk: String,
     /// The target: a path, an address, or the name of a base.
-    pub(crate) target: String,
+    pub target: String,
     /// The disk of this server that the job writes to, if any.
-    pub(crate) target_disk: Option<String>,
+    pub target_disk: Option<String>,
     /// The disk's image. A weak reference, so that the job does not keep it open.
     source: Weak<ImageDisk>,
     /// The requests to the job (such as complete or cancel), and the job's progress.
-    pub(crate) control: Arc<JobControl>,
+    pub control: Arc<JobControl>,
     /// For a commit of layers below the disk's image, the depths of the layers that it removes from
     /// the chain.
-    pub(crate) left_out: OnceLock<Range<usize>>,
+    pub left_out: OnceLock<Range<usize>>,
     /// Whether the job has no operation in flight at the target, and has closed it.
-    pub(crate) target_is_free: AtomicBool,
+    pub target_is_free: AtomicBool,
 }
 
 impl RunningJob {
@@ -154,7 +154,7 @@ impl Jobs {
     }
 
     /// All listed jobs.
-    pub(crate) fn list(&self) -> Vec<Arc<RunningJob>> {
+    pub fn list(&self) -> Vec<Arc<RunningJob>> {
         self.0.lock().jobs.clone()
     }
 
@@ -162,7 +162,7 @@ impl Jobs {
     ///
     /// # Errors
     /// No job has this name.
-    pub(crate) fn find(&self, name: &str) -> Result<Arc<RunningJob>> {
+    pub fn find(&self, name: &str) -> Result<Arc<RunningJob>> {
         let found = self.0.lock().jobs.iter().find(|job| job.name == name).cloned();
         found.ok_or_else(|| {
             anyhow::anyhow!("no job is called {name:?}; 'job.list' tells which there are")
@@ -292,7 +292,7 @@ impl Jobs {
     ///
     /// # Errors
     /// No job has this name, or it still runs.
-    pub(crate) fn dismiss(&self, name: &str) -> Result<()> {
+    pub fn dismiss(&self, name: &str) -> Result<()> {
         let job = self.find(name)?;
         if !job.has_ended() {
             bail!("the job {name:?} has not ended; cancel it first");

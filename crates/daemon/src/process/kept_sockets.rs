@@ -56,7 +56,7 @@ pub(crate) fn take_in(name: &str, socket: OwnedFd) {
 ///
 /// # Errors
 /// The errors of [`bind_for`].
-pub(crate) fn bind(address: &Address, permissions: SocketPermissions) -> Result<BoundSocket> {
+pub fn bind(address: &Address, permissions: SocketPermissions) -> Result<BoundSocket> {
     if let Some(bound) = passed_sockets::find(address) {
         return Ok(bound);
     }
@@ -97,7 +97,7 @@ pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
 
 /// Removes the socket of an address from the store, if an earlier server, which hands over, has
 /// stored it. The file at the path stays.
-pub(crate) fn give_up_left(address: &Address) {
+pub fn give_up_left(address: &Address) {
     if !service_manager::has_store() {
         return;
     }

@@ -3,7 +3,7 @@
 
 pub(crate) mod blocking;
 pub(crate) mod clients;
-pub(crate) mod kept_sockets;
+pub mod kept_sockets;
 pub mod key_memory;
 pub mod passed_sockets;
 pub(crate) mod pid_file;

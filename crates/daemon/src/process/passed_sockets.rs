@@ -28,7 +28,7 @@ pub fn take(number: i32) -> io::Result<PathBuf> {
 }
 
 /// The path that stands for a passed socket.
-pub(crate) fn path_of(number: i32) -> PathBuf {
+pub fn path_of(number: i32) -> PathBuf {
     format!("/proc/self/fd/{number}").into()
 }
 

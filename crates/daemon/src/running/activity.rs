@@ -3,7 +3,9 @@
 
 use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
+use blockhouse_core::rare;
 use blockhouse_disk::{Secrets, is_inactive, reopen};
+use futures_util::future::LocalBoxFuture;
 
 use super::Running;
 use super::open::open_disk_with;
@@ -16,22 +18,30 @@ impl Running {
     /// # Errors
     /// There is no such disk, a job or a backup uses it, its changes cannot be made durable, or its
     /// image cannot be opened in the new mode. In these cases the disk stays as it was.
-    pub(crate) async fn set_active(&self, name: &str, is_active: bool) -> Result<()> {
-        let claimed = self.claim_disk(name).await?;
-        let disk = &claimed.disk;
-        if is_inactive(&disk.disk) != is_active {
-            return Ok(());
-        }
-        self.check_unused(name)?;
-        let mut setup = DiskConfig { is_inactive: !is_active, create: None, ..disk.setup.clone() };
-        if let Some(moved) = disk.moved() {
-            (setup.path, setup.format, setup.cache) = (moved.path, Some(moved.format), moved.cache);
-        }
-        let state = self.state_use(&setup)?;
-        reopen(&disk.disk, open_disk_with(&setup, &state, Secrets::of(&disk.disk))).await?;
-        keep_vouching(self, &disk.disk);
-        tracing::info!("{name}: is {} now", if is_active { "active" } else { "inactive" });
-        Ok(())
+    pub fn set_active<'a>(
+        &'a self,
+        name: &'a str,
+        is_active: bool,
+    ) -> LocalBoxFuture<'a, Result<()>> {
+        rare(async move {
+            let claimed = self.claim_disk(name).await?;
+            let disk = &claimed.disk;
+            if is_inactive(&disk.disk) != is_active {
+                return Ok(());
+            }
+            self.check_unused(name)?;
+            let mut setup =
+                DiskConfig { is_inactive: !is_active, create: None, ..disk.setup.clone() };
+            if let Some(moved) = disk.moved() {
+                (setup.path, setup.format, setup.cache) =
+                    (moved.path, Some(moved.format), moved.cache);
+            }
+            let state = self.state_use(&setup)?;
+            reopen(&disk.disk, open_disk_with(&setup, &state, Secrets::of(&disk.disk))).await?;
+            keep_vouching(self, &disk.disk);
+            tracing::info!("{name}: is {} now", if is_active { "active" } else { "inactive" });
+            Ok(())
+        })
     }
 
     /// Fails for an inactive disk.

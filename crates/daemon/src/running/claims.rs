@@ -11,14 +11,14 @@ use parking_lot::Mutex;
 
 /// The names that are claimed.
 #[derive(Default)]
-pub(crate) struct Claims {
+pub struct Claims {
     claimed: Mutex<BTreeSet<Name>>,
     released: Condvar,
 }
 
 /// The names that can be claimed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Name {
+pub enum Name {
     /// A disk.
     Disk(String),
     /// A node of QMP.
@@ -30,7 +30,7 @@ pub(crate) enum Name {
 }
 
 /// Names that only the owner of this claim may change, until the claim is dropped.
-pub(crate) struct Claim<'a> {
+pub struct Claim<'a> {
     claims: &'a Claims,
     names: Vec<Name>,
 }
@@ -38,7 +38,7 @@ pub(crate) struct Claim<'a> {
 impl Claims {
     /// Waits until all of these names are free, and claims them together, so that two tasks never
     /// wait for each other.
-    pub(crate) async fn claim(&self, names: impl Into<Vec<Name>>) -> Claim<'_> {
+    pub async fn claim(&self, names: impl Into<Vec<Name>>) -> Claim<'_> {
         let mut names = names.into();
         names.sort();
         names.dedup();

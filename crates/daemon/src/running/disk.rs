@@ -17,15 +17,15 @@ use rustix::fs::OFlags;
 use crate::events::room_watch::RoomWatch;
 
 /// A disk that is open.
-pub(crate) struct RunningDisk {
+pub struct RunningDisk {
     /// The configuration with which it was opened.
-    pub(crate) setup: DiskConfig,
+    pub setup: DiskConfig,
     /// The canonical path of the image that it was opened with.
     pub(super) path: PathBuf,
     /// The image to which a mirror had moved the disk before the hand-over.
     pub(super) moved: Option<Moved>,
     /// The disk.
-    pub(crate) disk: Arc<ImageDisk>,
+    pub disk: Arc<ImageDisk>,
     /// The bitmaps that its NBD clients may request.
     pub(super) bitmaps: Vec<ExportBitmap>,
     /// Watches its free space.
@@ -38,7 +38,7 @@ pub(crate) struct RunningDisk {
 
 impl RunningDisk {
     /// The name.
-    pub(crate) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         self.setup.name()
     }
 
@@ -79,12 +79,12 @@ impl RunningDisk {
 
     /// The image at a depth of the chain; `None` for an image without a name, which stands in for a
     /// backing file that is left out.
-    pub(crate) fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
+    pub fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
         self.disk.image().layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
     }
 
     /// Whether NBD clients may request the bitmap of this name.
-    pub(crate) fn offers_bitmap(&self, name: &str) -> bool {
+    pub fn offers_bitmap(&self, name: &str) -> bool {
         self.setup.bitmaps.iter().any(|offered| offered == name)
     }
 
@@ -115,12 +115,12 @@ impl RunningDisk {
 
     /// The write threshold, in bytes: an event reports that the image uses its storage past this
     /// offset.
-    pub(crate) fn write_threshold(&self) -> Option<u64> {
+    pub fn write_threshold(&self) -> Option<u64> {
         self.room.write_threshold()
     }
 
     /// The canonical path of the image, or the path of the image that has replaced it.
-    pub(crate) fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         self.moved().map_or_else(|| self.path.clone(), |moved| moved.path)
     }
 

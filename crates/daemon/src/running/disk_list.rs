@@ -12,16 +12,16 @@ const MAX_NAMED: usize = 8;
 
 /// The disks, in the order in which they were opened.
 #[derive(Default)]
-pub(crate) struct DiskList(pub(super) Mutex<Vec<Arc<RunningDisk>>>);
+pub struct DiskList(pub(super) Mutex<Vec<Arc<RunningDisk>>>);
 
 impl DiskList {
     /// All open disks.
-    pub(crate) fn all(&self) -> Vec<Arc<RunningDisk>> {
+    pub fn all(&self) -> Vec<Arc<RunningDisk>> {
         self.0.lock().clone()
     }
 
     /// The disk of this name.
-    pub(crate) fn find(&self, name: &str) -> Option<Arc<RunningDisk>> {
+    pub fn find(&self, name: &str) -> Option<Arc<RunningDisk>> {
         self.0.lock().iter().find(|disk| disk.name() == name).cloned()
     }
 
@@ -29,7 +29,7 @@ impl DiskList {
     ///
     /// # Errors
     /// No disk has this name; the message lists those that exist.
-    pub(crate) fn get(&self, name: &str) -> Result<Arc<RunningDisk>> {
+    pub fn get(&self, name: &str) -> Result<Arc<RunningDisk>> {
         match self.find(name) {
             Some(disk) => Ok(disk),
             None => bail!("no disk is called {name:?}; {} ('disk.list' tells more)", self.names()),

@@ -8,7 +8,7 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_config::offers::ExportOptions;
-use blockhouse_core::ErrorKind;
+use blockhouse_core::{ErrorKind, rare};
 use blockhouse_disk::{Access, BitmapLoss, HoldChange, HoldObserver, ImageDisk};
 use blockhouse_nbd::ExportBitmap;
 use blockhouse_nbd::uri::NbdUri;
@@ -149,14 +149,14 @@ impl Running {
     /// # Errors
     /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
     /// name, or an address is in use or cannot be bound.
-    pub(crate) async fn open_and_serve(
+    pub async fn open_and_serve(
         &self,
         setup: DiskConfig,
         access: Access,
     ) -> Result<Arc<RunningDisk>> {
-        let disk = self.open_claimed(setup, access).await?;
+        let disk = rare(self.open_claimed(setup, access)).await?;
         if access == Access::ReadWrite {
-            begin_prefetch(self, &disk).await;
+            rare(begin_prefetch(self, &disk)).await;
         }
         Ok(disk)
     }

@@ -18,13 +18,13 @@ use crate::endpoints::vhost_user::ServedDevice;
 
 /// An export that is served.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct RunningExport {
+pub struct RunningExport {
     /// The address at which it is served.
-    pub(crate) address: ExportAddress,
+    pub address: ExportAddress,
     /// The name of its disk.
-    pub(crate) disk: String,
+    pub disk: String,
     /// Its options.
-    pub(crate) options: ExportOptions,
+    pub options: ExportOptions,
 }
 
 /// A listening socket of NBD clients.

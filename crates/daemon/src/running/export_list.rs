@@ -24,7 +24,7 @@ use crate::endpoints::vhost_user::registered_memory;
 use crate::events::{Event, Events};
 
 /// The exports of a server, of all disks.
-pub(crate) struct ExportList {
+pub struct ExportList {
     pub(super) loops: Vec<Handle>,
     pub(super) server: Server,
     pub(super) tls: Option<Tls>,
@@ -89,12 +89,12 @@ impl ExportList {
     }
 
     /// All exports, in the order in which they were added.
-    pub(crate) fn list(&self) -> Vec<RunningExport> {
+    pub fn list(&self) -> Vec<RunningExport> {
         self.state.lock().exports.clone()
     }
 
     /// The exports of a disk.
-    pub(crate) fn of_disk(&self, disk: &str) -> Vec<RunningExport> {
+    pub fn of_disk(&self, disk: &str) -> Vec<RunningExport> {
         self.state.lock().exports.iter().filter(|export| export.disk == disk).cloned().collect()
     }
 

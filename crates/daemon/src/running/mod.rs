@@ -58,13 +58,14 @@ use crate::jobs::Jobs;
 use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
 use crate::sandbox::SandboxReport;
 pub(crate) use backup_list::{BackupDisk, RunningBackup};
-pub(crate) use disk::{EarlierLife, Moved, OpenedDisk, RunningDisk};
+pub use disk::RunningDisk;
+pub(crate) use disk::{EarlierLife, Moved, OpenedDisk};
 pub(crate) use disks::Refreshed;
 pub(crate) use export::{RunningDevice, RunningExport, RunningUblk, ServedSocket};
 pub(crate) use nbd_sockets::SocketOffer;
 
 /// The server's disks and exports, and its other state.
-pub(crate) struct Running {
+pub struct Running {
     loops: Vec<Handle>,
     state: StateSetup,
     /// The user that the server switches to when everything is open; `None` if it keeps its own.
@@ -110,11 +111,13 @@ impl Running {
         }
     }
 
-    pub(crate) fn disks(&self) -> &Arc<DiskList> {
+    /// The disks.
+    pub fn disks(&self) -> &Arc<DiskList> {
         &self.disks
     }
 
-    pub(crate) fn exports(&self) -> &Arc<ExportList> {
+    /// The exports.
+    pub fn exports(&self) -> &Arc<ExportList> {
         &self.exports
     }
 
@@ -127,17 +130,18 @@ impl Running {
         &self.sandbox
     }
 
-    pub(crate) fn events(&self) -> &Events {
+    /// The events for clients of control.
+    pub fn events(&self) -> &Events {
         &self.events
     }
 
     /// The claims of operations on disks and exports.
-    pub(crate) fn claims(&self) -> &Claims {
+    pub fn claims(&self) -> &Claims {
         &self.claims
     }
 
     /// The jobs on disks that are served.
-    pub(crate) fn jobs(&self) -> &Jobs {
+    pub fn jobs(&self) -> &Jobs {
         &self.jobs
     }
 
@@ -152,7 +156,7 @@ impl Running {
     }
 
     /// Fails if a job or a backup uses the disk: then it must not be changed.
-    pub(crate) fn check_unused(&self, disk: &str) -> Result<()> {
+    pub fn check_unused(&self, disk: &str) -> Result<()> {
         self.jobs.check_free(disk)?;
         self.backups.check_free(disk)
     }

@@ -18,8 +18,8 @@ use blockhouse_nbd::uri::Address;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
-use crate::control::UpgradeReply;
 use crate::control::upgrades::{EncryptedClients, UpgradeRequest, UpgradeRequests};
+use crate::control::{MonitorProtocol, UpgradeReply};
 use crate::endpoints::sockets::{self, ListenSocket};
 use crate::endpoints::tls::Tls;
 use crate::endpoints::ublk::{self, UblkOfDisk};
@@ -34,7 +34,6 @@ use crate::process::service_manager;
 use crate::process::stop_request::StopRequest;
 use crate::process::watchdog::{self, Started};
 use crate::process::workers::Workers;
-use crate::qmp::{self, Qmp};
 use crate::running::OpenedDisk;
 use crate::running::io_poll;
 use crate::running::open::{open_all, state_use};
@@ -50,7 +49,11 @@ use crate::service::Service;
 /// # Errors
 /// The reason why it cannot start, or did not end in order. [`WrongUsage`] where `setup`
 /// contradicts what the service manager passed.
-pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
+pub fn run(
+    setup: &Setup,
+    protocol: &dyn MonitorProtocol,
+    ready: impl FnOnce(&Service),
+) -> Result<()> {
     // The handlers are installed before any thread starts, so that no signal is missed.
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2]).context("cannot watch for signals")?;
@@ -66,7 +69,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     let launcher = Launcher::start();
     service_manager::prepare();
     let upgrades = UpgradeRequests::default();
-    let (service, pid_file) = begin(setup, &launcher, &upgrades, ready)?;
+    let (service, pid_file) = begin(setup, protocol, (&launcher, &upgrades), ready)?;
     let stopper = Stopper::start(signals.handle())?;
     loop {
         match signals.forever().next() {
@@ -111,19 +114,19 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
 /// manager.
 fn begin(
     setup: &Setup,
-    launcher: &Launcher,
-    upgrades: &UpgradeRequests,
+    protocol: &dyn MonitorProtocol,
+    (launcher, upgrades): (&Launcher, &UpgradeRequests),
     ready: impl FnOnce(&Service),
 ) -> Result<(Service, Option<PidFile>)> {
     if setup.hand_over {
         // The process was executed by a descriptor, so its name would be the descriptor's number.
         let _ = rustix::thread::set_name(c"blockhouse");
-        let (service, pid_file) = take_over(setup, launcher, upgrades)?;
+        let (service, pid_file) = take_over(setup, protocol, launcher, upgrades)?;
         watchdog::start(service.workers().handles(), Started::Before);
         return Ok((service, pid_file));
     }
     warnings::about(setup).iter().for_each(|warning| tracing::warn!("{warning}"));
-    let (service, pid_file) = start(setup, launcher, upgrades)?;
+    let (service, pid_file) = start(setup, protocol, launcher, upgrades)?;
     watchdog::start(service.workers().handles(), Started::Here);
     ready(&service);
     Ok((service, pid_file))
@@ -241,6 +244,7 @@ impl Opened {
 /// Starts to serve.
 fn start(
     setup: &Setup,
+    protocol: &dyn MonitorProtocol,
     launcher: &Launcher,
     upgrades: &UpgradeRequests,
 ) -> Result<(Service, Option<PidFile>)> {
@@ -259,7 +263,7 @@ fn start(
         kept_sockets::bind(&Address::Unix(control.path.clone()), control.permissions)
     };
     let control = setup.server.control.as_ref().map(bind).transpose()?;
-    let mut others = Qmp::bind_all(setup)?;
+    let mut others = protocol.bind_all(setup)?;
     let metrics = setup.server.metrics.as_ref().map(metrics::bind).transpose()?;
     let qmp_count = others.len();
     others.extend(metrics);
@@ -297,7 +301,7 @@ fn start(
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
     let metrics = others.split_off(qmp_count).pop();
     if let Some(own) = qmp_loop
-        && let Err(error) = service.add_qmp(qmp::Served::new(setup, others)?, own)
+        && let Err(error) = service.add_monitor(protocol, setup, others, own)
     {
         // The first error is returned.
         let _ = service.end();
@@ -346,6 +350,7 @@ fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<
 /// Takes over what another process serves.
 fn take_over(
     setup: &Setup,
+    protocol: &dyn MonitorProtocol,
     launcher: &Launcher,
     upgrades: &UpgradeRequests,
 ) -> Result<(Service, Option<PidFile>)> {
@@ -380,7 +385,7 @@ fn take_over(
     let sandbox = opened.confine(setup, launcher, &[])?;
     let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
-    service.add_qmp_when_free(setup, qmp_loop);
+    service.add_monitor_when_free(protocol, setup, qmp_loop);
     service.add_metrics_when_free(setup, metrics_loop);
     tracing::info!("took over from process {}", taken.source.unwrap_or_default());
     Ok((service, pid_file.unwrap_or_default()))

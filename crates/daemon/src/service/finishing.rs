@@ -14,9 +14,8 @@ use blockhouse_engine::{Handle, timeout};
 use futures_util::future::join_all;
 use parking_lot::Mutex;
 
-use crate::control::Control;
+use crate::control::{Control, Monitor};
 use crate::process::workers::Workers;
-use crate::qmp::Qmp;
 use crate::running::{Running, RunningDisk};
 
 /// The maximum time without a completed request while requests are in flight. After that time these
@@ -37,13 +36,13 @@ pub(crate) struct Finishing {
     pub(crate) handle: Handle,
     /// The control socket.
     pub(crate) control: Option<Control>,
-    /// The QMP socket.
-    pub(crate) qmp: Option<Qmp>,
+    /// The monitor.
+    pub(crate) monitor: Option<Box<dyn Monitor>>,
 }
 
 /// The server after the end of its loops.
 pub(crate) struct Finished {
-    /// The loops of the control socket and of QMP, on which disks may have connections.
+    /// The loops of the control socket and of the monitor, on which disks may have connections.
     pub(crate) asked: Vec<Workers>,
 }
 
@@ -86,7 +85,7 @@ impl Finishing {
     }
 
     fn complete(self) -> Finished {
-        let Self { running, handle, control, qmp } = self;
+        let Self { running, handle, control, monitor } = self;
         // All devices begin to stop before any of them is waited for.
         let devices = running.exports().begin_stop_devices();
         // The files are removed while the sockets still listen: see `SocketFile`.
@@ -94,7 +93,7 @@ impl Finishing {
         let draining = running.exports().server().clone();
         draining.begin_drain();
         let control = control.map(Control::stop);
-        let asked = control.into_iter().chain(qmp.map(Qmp::stop)).collect();
+        let asked = control.into_iter().chain(monitor.map(Monitor::stop)).collect();
         devices.into_iter().for_each(|device| device.stop());
         running.exports().stop_ublk();
         let drained = handle.spawn(move || async move { draining.drain().await });

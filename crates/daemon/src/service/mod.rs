@@ -17,7 +17,7 @@ use sd_notify::NotifyState;
 
 use self::finishing::{Finishing, close_all};
 use crate::control::upgrades::UpgradeRequests;
-use crate::control::{Closed, Control, Gate, listed_jobs};
+use crate::control::{Closed, Control, Gate, Monitor, MonitorProtocol, listed_jobs};
 use crate::endpoints::sockets::ListenSocket;
 use crate::endpoints::tls::Tls;
 use crate::endpoints::ublk::UblkOfDisk;
@@ -27,7 +27,6 @@ use crate::jobs::begin_prefetch;
 use crate::metrics::{MetricsServer, Observed, Samples, StartTime};
 use crate::process::service_manager;
 use crate::process::workers::Workers;
-use crate::qmp::{self, Qmp};
 use crate::running::reload;
 use crate::running::room::watch_use;
 use crate::running::{
@@ -44,7 +43,7 @@ pub struct Service {
     workers: Workers,
     running: Arc<Running>,
     control: Option<Control>,
-    qmp: Option<Qmp>,
+    monitor: Option<Box<dyn Monitor>>,
     metrics: Option<MetricsServer>,
     /// The loop that reads the configuration again, if there is one, so that no guest waits while
     /// disks are opened.
@@ -79,7 +78,7 @@ impl Service {
             exports.serve_socket(bound, security, offers.collect(), connections)?;
             added.into_iter().for_each(|added| exports.keep_socket(&address, added));
         }
-        Ok(Self { workers, running, control: None, qmp: None, metrics: None, reloads: None })
+        Ok(Self { workers, running, control: None, monitor: None, metrics: None, reloads: None })
     }
 
     /// Serves vhost-user-blk devices at their sockets.
@@ -132,20 +131,33 @@ impl Service {
         Ok(())
     }
 
-    /// Serves QMP, after its first commands.
+    /// Serves a monitor at sockets that listen, after its first commands.
     ///
     /// # Errors
-    /// The error of the first command that fails.
-    pub(crate) fn add_qmp(&mut self, served: qmp::Served, workers: Workers) -> Result<()> {
-        let (qmp, outcome) = Qmp::start(served, workers, Arc::clone(&self.running));
-        self.qmp = Some(qmp);
+    /// Those of [`MonitorProtocol::start`], and the error of the first command that fails.
+    pub(crate) fn add_monitor(
+        &mut self,
+        protocol: &dyn MonitorProtocol,
+        setup: &Setup,
+        bound: Vec<BoundSocket>,
+        workers: Workers,
+    ) -> Result<()> {
+        let (monitor, outcome) =
+            protocol.start(setup, bound, workers, Arc::clone(&self.running))?;
+        self.monitor = Some(monitor);
         outcome
     }
 
-    /// As [`add_qmp`](Self::add_qmp), once the previous process has ended.
-    pub(crate) fn add_qmp_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
+    /// As [`add_monitor`](Self::add_monitor), once the previous process has ended.
+    pub(crate) fn add_monitor_when_free(
+        &mut self,
+        protocol: &dyn MonitorProtocol,
+        setup: &Setup,
+        workers: Option<Workers>,
+    ) {
         if let (Some(socket), Some(workers)) = (setup.server.qmp.clone(), workers) {
-            self.qmp = Some(Qmp::start_when_free(socket, workers, Arc::clone(&self.running)));
+            let running = Arc::clone(&self.running);
+            self.monitor = Some(protocol.start_when_free(socket, workers, running));
         }
     }
 
@@ -223,7 +235,7 @@ impl Service {
     pub(crate) fn pause_control(&self, time: Duration) -> Option<Vec<Closed<'_>>> {
         let deadline = Instant::now() + time;
         let control = self.control.iter().map(Control::gate);
-        let gates = control.chain(self.qmp.iter().map(Qmp::gate));
+        let gates = control.chain(self.monitor.iter().map(|monitor| monitor.gate()));
         gates.map(|gate| pause(gate, deadline)).collect()
     }
 
@@ -233,7 +245,7 @@ impl Service {
         // The client that requested the upgrade gets its reply.
         self.control.take().into_iter().for_each(Control::leave);
         // The other process waits for the addresses of QMP and of the metrics.
-        self.qmp.take().into_iter().for_each(|qmp| qmp.stop().stop());
+        self.monitor.take().into_iter().for_each(|monitor| monitor.stop().stop());
         self.metrics.take().into_iter().for_each(MetricsServer::stop);
         std::mem::forget(self);
     }
@@ -312,7 +324,7 @@ impl Service {
     /// Stops accepting, completes what is in flight, and flushes. Requests whose storage does not
     /// answer are dropped.
     pub(crate) fn end(self) -> Result<()> {
-        let Self { workers, running, control, qmp, metrics, reloads } = self;
+        let Self { workers, running, control, monitor, metrics, reloads } = self;
         // The metrics server holds the disks, so it ends first.
         metrics.into_iter().for_each(MetricsServer::stop);
         // Requests that the limits delay are admitted, so that the end does not wait for the
@@ -325,7 +337,8 @@ impl Service {
         // stop first, because requests may wait for jobs.
         let jobs = running.jobs().stop();
         let handle = workers.first().clone();
-        let finished = Finishing { running: Arc::clone(&running), handle, control, qmp }.finish();
+        let finished =
+            Finishing { running: Arc::clone(&running), handle, control, monitor }.finish();
         let (disks, is_finished) = (running.disks().all(), finished.is_some());
         let (are_closed, outcome) = workers.run(move || close_all(disks, is_finished));
         let asked = finished.map(|finished| finished.asked).unwrap_or_default();

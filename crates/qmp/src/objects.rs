@@ -15,7 +15,7 @@ use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::state::Object;
-use crate::process::key_memory;
+use blockhouse_daemon::key_memory;
 
 /// The kinds of objects that are supported.
 const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];

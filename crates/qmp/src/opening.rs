@@ -17,7 +17,7 @@ use super::context::Context;
 use super::errors::QmpError;
 use super::objects::{key_file, with_tls};
 use super::state::{FileNode, FormatNode};
-use crate::running::RunningDisk;
+use blockhouse_daemon::RunningDisk;
 
 /// QEMU's drivers of files, of other servers' exports, and of null devices.
 const FILES: [&str; 5] = ["file", "host_device", NBD, "null-aio", "null-co"];

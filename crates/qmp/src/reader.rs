@@ -115,7 +115,7 @@ impl Reader {
 }
 
 /// All messages in bytes that arrive in pieces.
-pub(crate) fn read_all<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Message> {
+pub fn read_all<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Message> {
     let (mut reader, mut messages) = (Reader::default(), Vec::new());
     for mut piece in pieces {
         while !piece.is_empty() {

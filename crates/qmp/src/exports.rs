@@ -16,7 +16,7 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::objects::{check_server_tls, check_thread};
 use super::state::{NamedExport, NbdServer};
-use crate::process::passed_sockets;
+use blockhouse_daemon::passed_sockets;
 
 /// `query-block-exports`.
 pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {

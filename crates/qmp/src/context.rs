@@ -7,16 +7,15 @@ use blockhouse_config::control_socket::Answers;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_disk::Access;
 use futures_channel::oneshot;
-use futures_util::FutureExt;
 use futures_util::future::Shared;
 use serde_json::Value;
 
 use super::broadcast::Broadcast;
 use super::errors::QmpError;
 use super::state::State;
-use crate::control::{Gate, call};
-use crate::events::Subscription;
-use crate::running::Running;
+use blockhouse_daemon::Running;
+use blockhouse_daemon::control::{Gate, call};
+use blockhouse_daemon::events::Subscription;
 
 /// Resolves when the server ends.
 pub(super) type Stopped = Shared<oneshot::Receiver<()>>;
@@ -48,10 +47,7 @@ impl Context {
     pub(super) async fn call(&self, method: &str, params: Value) -> Result<Value, QmpError> {
         self.answers.check(method).map_err(QmpError::generic)?;
         let is_cancelled = || self.stopped.peek().is_some();
-        // The future is boxed: a command makes several calls, each as large as the future of the
-        // largest method.
-        let call = call(&self.running, &self.answers, method, params, &is_cancelled);
-        Ok(call.boxed_local().await?)
+        Ok(call(&self.running, &self.answers, method, params, &is_cancelled).await?)
     }
 
     /// Opens a disk by the parameters of `disk.open`, and `inactive`.

@@ -24,16 +24,19 @@ use super::commands;
 use super::context::{Context, Stopped};
 use super::events::{catch_up, forward};
 use super::session::serve_client;
-use crate::control::{Gate, accept_clients};
-use crate::process::kept_sockets;
-use crate::process::workers::Workers;
-use crate::running::Running;
+use blockhouse_daemon::Running;
+use blockhouse_daemon::Workers;
+use blockhouse_daemon::control::{Gate, Monitor, MonitorProtocol, accept_clients};
+use blockhouse_daemon::kept_sockets;
 
 /// The delay before another attempt to bind an address that was in use.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
+/// QMP as the protocol of control of a server.
+pub struct Qmp;
+
 /// A QMP socket that is served.
-pub(crate) struct Qmp {
+struct Serving {
     workers: Workers,
     stop: oneshot::Sender<()>,
     over: Submission<()>,
@@ -41,24 +44,24 @@ pub(crate) struct Qmp {
 }
 
 /// The sockets and connections of a QMP server, and the commands that they may send.
-pub(crate) struct Served {
+struct Served {
     /// Listening sockets.
-    pub(crate) bound: Vec<BoundSocket>,
+    bound: Vec<BoundSocket>,
     /// Clients that are connected already.
-    pub(crate) connections: Vec<OwnedFd>,
+    connections: Vec<OwnedFd>,
     /// The control methods that are allowed here. A command exists only if all methods that it
     /// calls are allowed.
-    pub(crate) answers: Answers,
+    answers: Answers,
     /// The id of the QMP object with the credentials of the server's TLS.
-    pub(crate) tls_object: Option<String>,
+    tls_object: Option<String>,
     /// The commands of a storage daemon that are carried out before any client is served; `None`
     /// for other servers.
-    pub(crate) first: Option<Vec<FirstCommand>>,
+    first: Option<Vec<FirstCommand>>,
 }
 
 impl Served {
     /// The clients of a server with this setup, at sockets that listen.
-    pub(crate) fn new(setup: &Setup, bound: Vec<BoundSocket>) -> Result<Self> {
+    fn new(setup: &Setup, bound: Vec<BoundSocket>) -> Result<Self> {
         let answers =
             setup.server.qmp.as_ref().map(|socket| socket.answers.clone()).unwrap_or_default();
         let daemon = setup.storage_daemon.as_ref();
@@ -77,48 +80,42 @@ impl Served {
 /// [`Served`], once the sockets are bound; `None` if QMP is stopped before.
 type Later = std::pin::Pin<Box<dyn Future<Output = Option<Served>>>>;
 
-impl Qmp {
-    /// Listens at the sockets of a setup.
-    ///
-    /// # Errors
-    /// An address is in use or cannot be bound.
-    pub(crate) fn bind_all(setup: &Setup) -> Result<Vec<BoundSocket>> {
-        setup.qmp_sockets().map(Self::bind).collect()
+fn bind(socket: &ControlSocket) -> Result<BoundSocket> {
+    let bound = kept_sockets::bind(&Address::Unix(socket.path.clone()), socket.permissions);
+    bound.with_context(|| format!("--qmp {}", socket.path.display()))
+}
+
+impl MonitorProtocol for Qmp {
+    fn bind_all(&self, setup: &Setup) -> Result<Vec<BoundSocket>> {
+        setup.qmp_sockets().map(bind).collect()
     }
 
-    fn bind(socket: &ControlSocket) -> Result<BoundSocket> {
-        let bound = kept_sockets::bind(&Address::Unix(socket.path.clone()), socket.permissions);
-        bound.with_context(|| format!("--qmp {}", socket.path.display()))
-    }
-
-    /// Carries the first commands out, and serves clients.
-    ///
-    /// # Errors
-    /// The error of the first command that fails.
-    pub(crate) fn start(
-        served: Served,
+    fn start(
+        &self,
+        setup: &Setup,
+        bound: Vec<BoundSocket>,
         workers: Workers,
         running: Arc<Running>,
-    ) -> (Self, Result<()>) {
+    ) -> Result<(Box<dyn Monitor>, Result<()>)> {
+        let served = Served::new(setup, bound)?;
         let (told, outcome) = std::sync::mpsc::channel();
         let later = move |_| async move { Some(served) }.boxed_local();
-        let qmp = Self::start_at(workers, running, Some(told), later);
+        let serving = Serving::start(workers, running, Some(told), later);
         // There is no answer if the process is ending, because then the loop ends too.
-        (qmp, outcome.recv().unwrap_or(Ok(())))
+        Ok((Box::new(serving), outcome.recv().unwrap_or(Ok(()))))
     }
 
-    /// As [`start`](Self::start), as soon as the address is free: the process that served there
-    /// before is about to end.
-    pub(crate) fn start_when_free(
+    fn start_when_free(
+        &self,
         socket: ControlSocket,
         workers: Workers,
         running: Arc<Running>,
-    ) -> Self {
-        Self::start_at(workers, running, None, move |stopped| {
+    ) -> Box<dyn Monitor> {
+        Box::new(Serving::start(workers, running, None, move |stopped| {
             let answers = socket.answers.clone();
             let free = async move {
                 loop {
-                    match Self::bind(&socket) {
+                    match bind(&socket) {
                         Ok(bound) => return bound,
                         Err(error) => tracing::debug!("QMP has to wait: {error:#}"),
                     }
@@ -139,10 +136,12 @@ impl Qmp {
                 }
             };
             served.boxed_local()
-        })
+        }))
     }
+}
 
-    fn start_at(
+impl Serving {
+    fn start(
         workers: Workers,
         running: Arc<Running>,
         told: Option<Sender<Result<()>>>,
@@ -179,16 +178,14 @@ impl Qmp {
         });
         Self { workers, stop, over, gate }
     }
+}
 
-    /// The gate that can hold commands off.
-    pub(crate) fn gate(&self) -> &Gate {
+impl Monitor for Serving {
+    fn gate(&self) -> &Gate {
         &self.gate
     }
 
-    /// Accepts no more commands, completes the commands in progress, and removes the socket's file.
-    /// Returns the loop, which must run until the disks are closed, because they may have
-    /// connections on it.
-    pub(crate) fn stop(self) -> Workers {
+    fn stop(self: Box<Self>) -> Workers {
         // The task may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();

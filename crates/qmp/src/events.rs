@@ -7,7 +7,7 @@ use futures_util::FutureExt;
 use serde_json::{Value, json};
 
 use super::context::Context;
-use crate::events::Event;
+use blockhouse_daemon::events::Event;
 
 /// Forwards the server's events to QMP clients; never returns.
 pub(super) async fn forward(context: &Context) {

@@ -21,7 +21,7 @@ use super::errors::{QmpError, Returned};
 use super::events::catch_up;
 use super::query::version;
 use super::reader::{Message, Reader};
-use crate::control::LineWriter;
+use blockhouse_daemon::control::LineWriter;
 
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;

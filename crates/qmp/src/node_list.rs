@@ -16,7 +16,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::qcow2_words::qcow2_data;
-use crate::running::RunningDisk;
+use blockhouse_daemon::RunningDisk;
 
 /// The keys of limits in QEMU, and in this server.
 const LIMITS: &[(&str, &str)] = &[

@@ -11,7 +11,7 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::filters;
 use super::opening::{Asked, check_name, close, open_node};
-use crate::running::claims::Name;
+use blockhouse_daemon::Name;
 
 /// `blockdev-add`.
 pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {

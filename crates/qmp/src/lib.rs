@@ -1,11 +1,11 @@
-//! QMP, the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that have a
-//! meaning here.
+//! QMP (layer 7), the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that
+//! have a meaning here. [`blockhouse_daemon::run`] serves it by [`Qmp`].
 //!
 //! A thin layer: a command translates its arguments into calls of the control socket's methods
-//! (`control::dispatch`), and their results and errors into QEMU's replies. There is no second
-//! implementation. A disk is a node with the disk's name; the file below it is listed as
-//! another node, which cannot be used alone. docs/qmp.md lists the differences from QEMU. The
-//! socket has the options and permissions of a control socket: a command exists if the socket
+//! ([`call`](blockhouse_daemon::control::call)), and their results and errors into QEMU's replies.
+//! There is no second implementation. A disk is a node with the disk's name; the file below it is
+//! listed as another node, which cannot be used alone. docs/qmp.md lists the differences from QEMU.
+//! The socket has the options and permissions of a control socket: a command exists if the socket
 //! allows all methods that it calls.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: its messages; `errors`,
@@ -15,6 +15,7 @@
 //!   `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs` (with `starting` and
 //!   `job_list`), `transaction`: their implementations
 //! - `context`, `state`: their shared state; `events`, `broadcast`: the events for clients
+#![forbid(unsafe_code)]
 
 mod activity;
 mod arguments;
@@ -49,5 +50,6 @@ mod state;
 mod tokens;
 mod transaction;
 
-pub(crate) use reader::read_all;
-pub(crate) use server::{Qmp, Served};
+#[doc(hidden)]
+pub use reader::read_all;
+pub use server::Qmp;

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use crate::control::Failure;
+use blockhouse_daemon::control::Failure;
 
 /// The class of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use blockhouse_config::switch;
 use serde_json::{Map, Value};
 
 use super::errors::QmpError;
-use crate::running::claims::Name;
+use blockhouse_daemon::Name;
 
 /// The keys of names of new nodes.
 const NODE_KEYS: [&str; 2] = ["node-name", "snapshot-node-name"];
