@@ -2,10 +2,10 @@
 //! error. The error texts are QEMU's.
 
 use blockhouse_config::switch;
+use blockhouse_daemon::Name;
 use serde_json::{Map, Value};
 
 use super::errors::QmpError;
-use blockhouse_daemon::Name;
 
 /// The keys of names of new nodes.
 const NODE_KEYS: [&str; 2] = ["node-name", "snapshot-node-name"];

@@ -4,6 +4,7 @@
 use std::rc::Rc;
 
 use blockhouse_config::text_fields::repeated;
+use blockhouse_daemon::Name;
 use serde_json::json;
 
 use super::arguments::Arguments;
@@ -11,7 +12,6 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::filters;
 use super::opening::{Asked, check_name, close, open_node};
-use blockhouse_daemon::Name;
 
 /// `blockdev-add`.
 pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {

@@ -5,6 +5,9 @@ use std::sync::Arc;
 
 use blockhouse_config::control_socket::Answers;
 use blockhouse_config::disk::DiskConfig;
+use blockhouse_daemon::Running;
+use blockhouse_daemon::control::{Gate, call};
+use blockhouse_daemon::events::Subscription;
 use blockhouse_disk::Access;
 use futures_channel::oneshot;
 use futures_util::future::Shared;
@@ -13,9 +16,6 @@ use serde_json::Value;
 use super::broadcast::Broadcast;
 use super::errors::QmpError;
 use super::state::State;
-use blockhouse_daemon::Running;
-use blockhouse_daemon::control::{Gate, call};
-use blockhouse_daemon::events::Subscription;
 
 /// Resolves when the server ends.
 pub(super) type Stopped = Shared<oneshot::Receiver<()>>;

@@ -2,12 +2,12 @@
 //!
 //! Guarantees: an event that a command has caused is sent before its answer.
 
+use blockhouse_daemon::events::Event;
 use blockhouse_jobs::{Completion, JobEnd, JobProgress, JobStage};
 use futures_util::FutureExt;
 use serde_json::{Value, json};
 
 use super::context::Context;
-use blockhouse_daemon::events::Event;
 
 /// Forwards the server's events to QMP clients; never returns.
 pub(super) async fn forward(context: &Context) {

@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 use std::rc::Rc;
 
+use blockhouse_daemon::passed_sockets;
 use blockhouse_disk::{Access, is_inactive};
 use blockhouse_nbd::proto::MAX_STRING;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
@@ -16,7 +17,6 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::objects::{check_server_tls, check_thread};
 use super::state::{NamedExport, NbdServer};
-use blockhouse_daemon::passed_sockets;
 
 /// `query-block-exports`.
 pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {

@@ -8,6 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::rc::Rc;
 
+use blockhouse_daemon::RunningDisk;
 use blockhouse_disk::{CacheMode, Features, LayerInfo, is_address, is_inactive};
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
@@ -16,7 +17,6 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::qcow2_words::qcow2_data;
-use blockhouse_daemon::RunningDisk;
 
 /// The keys of limits in QEMU, and in this server.
 const LIMITS: &[(&str, &str)] = &[

@@ -8,6 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use blockhouse_daemon::key_memory;
 use blockhouse_disk::{ClientTls, ClientTlsKind, QemuTls};
 use serde_json::{Map, Value, json};
 
@@ -15,7 +16,6 @@ use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::state::Object;
-use blockhouse_daemon::key_memory;
 
 /// The kinds of objects that are supported.
 const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];

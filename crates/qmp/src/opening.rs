@@ -7,6 +7,7 @@
 use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
+use blockhouse_daemon::RunningDisk;
 use blockhouse_disk::{FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName, is_inactive};
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
@@ -17,7 +18,6 @@ use super::context::Context;
 use super::errors::QmpError;
 use super::objects::{key_file, with_tls};
 use super::state::{FileNode, FormatNode};
-use blockhouse_daemon::RunningDisk;
 
 /// QEMU's drivers of files, of other servers' exports, and of null devices.
 const FILES: [&str; 5] = ["file", "host_device", NBD, "null-aio", "null-co"];

@@ -12,6 +12,10 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use blockhouse_config::control_socket::{Answers, ControlSocket};
 use blockhouse_config::setup::{FirstCommand, Setup};
+use blockhouse_daemon::Running;
+use blockhouse_daemon::Workers;
+use blockhouse_daemon::control::{Gate, Monitor, MonitorProtocol, accept_clients};
+use blockhouse_daemon::kept_sockets;
 use blockhouse_engine::{Listener, Stream, Submission, sleep};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
@@ -24,10 +28,6 @@ use super::commands;
 use super::context::{Context, Stopped};
 use super::events::{catch_up, forward};
 use super::session::serve_client;
-use blockhouse_daemon::Running;
-use blockhouse_daemon::Workers;
-use blockhouse_daemon::control::{Gate, Monitor, MonitorProtocol, accept_clients};
-use blockhouse_daemon::kept_sockets;
 
 /// The delay before another attempt to bind an address that was in use.
 const RETRY_DELAY: Duration = Duration::from_millis(100);

@@ -6,6 +6,7 @@ use std::pin::pin;
 use std::rc::Rc;
 
 use blockhouse_core::{Buffer, IoVectorList};
+use blockhouse_daemon::control::LineWriter;
 use blockhouse_engine::Stream;
 use futures_channel::mpsc;
 use futures_util::future::{FutureExt, pending};
@@ -21,7 +22,6 @@ use super::errors::{QmpError, Returned};
 use super::events::catch_up;
 use super::query::version;
 use super::reader::{Message, Reader};
-use blockhouse_daemon::control::LineWriter;
 
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;

@@ -8,12 +8,17 @@ use std::io::{self, Write};
 use crossterm::cursor::MoveTo;
 use crossterm::queue;
 use crossterm::style::{ContentStyle, PrintStyledContent, Stylize};
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
+use super::table::beginning;
+
+/// The second cell of a character that takes two.
+const CONTINUED: char = '\0';
 /// The eighths of a cell, as a bar fills it from below.
 const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 /// A part of the screen, in cells.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Area {
     /// The column of its left edge.
     pub left: usize,
@@ -58,6 +63,7 @@ impl Area {
 }
 
 /// The cells of a screen.
+#[derive(Clone)]
 pub struct Canvas {
     area: Area,
     /// The character and the style of each cell, line by line.
@@ -80,9 +86,19 @@ impl Canvas {
     pub fn text(&mut self, area: Area, line: usize, text: &str, style: ContentStyle) {
         if line < area.height {
             let blank = std::iter::repeat(' ');
-            let shown = text.chars().map(|char| if char.is_control() { ' ' } else { char });
-            for (column, char) in shown.chain(blank).take(area.width).enumerate() {
-                self.put(area, (column, line), char, style);
+            let mut column = 0;
+            for char in text.chars().chain(blank) {
+                let width = char.width().unwrap_or(0);
+                if column + width.max(1) > area.width {
+                    break;
+                }
+                if width > 0 {
+                    self.put(area, (column, line), char, style);
+                }
+                if width == 2 {
+                    self.put(area, (column + 1, line), CONTINUED, style);
+                }
+                column += width;
             }
         }
     }
@@ -94,11 +110,11 @@ impl Canvas {
             return Area::default();
         }
         let edge = |left: char, line: &str, right: char| {
-            let rest = "─".repeat(inner.width.saturating_sub(line.chars().count()));
-            let line: String = line.chars().take(inner.width).collect();
+            let rest = "─".repeat(inner.width.saturating_sub(line.width()));
             format!("{left}{line}{rest}{right}")
         };
-        self.text(area, 0, &edge('┌', title, '┐'), plain);
+        let title: String = beginning(title.chars(), inner.width).collect();
+        self.text(area, 0, &edge('┌', &title, '┐'), plain);
         for line in 1..=inner.height {
             self.text(area, line, &format!("│{}│", " ".repeat(inner.width)), plain);
         }
@@ -116,7 +132,7 @@ impl Canvas {
             for line in 0..area.height {
                 let below = 8 * (area.height - 1 - line);
                 let filled = (eighths as usize).saturating_sub(below).min(8);
-                self.put(area, (column, line), EIGHTHS[filled], ContentStyle::new().green());
+                self.put(area, (column, line), EIGHTHS[filled], ContentStyle::new().dark_green());
             }
         }
     }
@@ -128,25 +144,26 @@ impl Canvas {
         }
     }
 
-    /// Writes the screen to a terminal of the same size.
-    pub fn show(&self, out: &mut impl Write) -> io::Result<()> {
-        for (number, line) in self.cells.chunks(self.area.width.max(1)).enumerate() {
-            let mut column = 0;
-            // A new position after each character that a terminal may show in two columns.
-            for run in line.chunk_by(|(a, one), (_, other)| one == other && (*a as u32) < 0x2600) {
-                let text: String = run.iter().map(|(char, _)| char).collect();
-                queue!(out, MoveTo(column, number as u16))?;
-                queue!(out, PrintStyledContent(run[0].1.apply(text)))?;
-                column += run.len() as u16;
+    /// Writes the lines that differ from a screen of the same size, which the terminal shows.
+    pub fn show(&self, shown: &Self, out: &mut impl Write) -> io::Result<()> {
+        let width = self.area.width.max(1);
+        let lines = self.cells.chunks(width).zip(shown.cells.chunks(width)).enumerate();
+        for (number, (line, _)) in lines.filter(|(_, (line, shown))| line != shown) {
+            queue!(out, MoveTo(0, number as u16))?;
+            for run in line.chunk_by(|(_, one), (_, other)| one == other) {
+                let chars = run.iter().map(|(char, _)| char).filter(|char| **char != CONTINUED);
+                queue!(out, PrintStyledContent(run[0].1.apply(chars.collect::<String>())))?;
             }
         }
-        out.flush()
+        Ok(())
     }
 
     /// The characters, line by line.
     #[cfg(test)]
     pub fn content(&self) -> String {
-        let line = |line: &[(char, ContentStyle)]| line.iter().map(|(char, _)| char).collect();
+        let line = |line: &[(char, ContentStyle)]| {
+            line.iter().map(|(char, _)| char).filter(|char| **char != CONTINUED).collect()
+        };
         self.cells.chunks(self.area.width.max(1)).map(line).collect::<Vec<String>>().join("\n")
     }
 }

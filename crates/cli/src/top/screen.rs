@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use crossterm::style::{ContentStyle, Stylize};
+use unicode_width::UnicodeWidthStr;
 
 use super::app::App;
 use super::canvas::{Area, Canvas, wrap};
@@ -29,7 +30,7 @@ pub fn draw(canvas: &mut Canvas, app: &App) {
         draw_bars(canvas, app, row, left.take_lines(5));
         draw_details(canvas, row, left);
     }
-    let style = if app.failure.is_some() { plain().red() } else { plain() };
+    let style = if app.failure.is_some() { plain().dark_red() } else { plain() };
     for (number, line) in foot.iter().enumerate() {
         canvas.text(area, number, line, style);
     }
@@ -47,7 +48,7 @@ fn first_that_fits(texts: impl IntoIterator<Item = String>, width: usize) -> Str
     let mut last = String::new();
     for text in texts {
         last = text;
-        if last.chars().count() <= width {
+        if last.width() <= width {
             break;
         }
     }
@@ -81,7 +82,7 @@ fn draw_head(canvas: &mut Canvas, app: &App, area: Area) {
                     format!("OLD: no answer for {age} s; before: {numbers}"),
                     format!("OLD: no answer for {age} s"),
                 ],
-                plain().red().bold().reverse(),
+                plain().dark_red().bold().reverse(),
             )
         }
     };
@@ -99,10 +100,10 @@ fn draw_disks(canvas: &mut Canvas, app: &App, area: Area) {
     let disks = app.rows.iter().zip(&lines[1..]).enumerate().skip(above).take(room);
     for (line, (index, (row, cells))) in disks.enumerate() {
         let style = match (row.errors, table::wait(row)) {
-            _ if index == selected => plain().white().on_blue(),
+            _ if index == selected => plain().white().on_dark_blue(),
             (0, None) => plain(),
-            (0, Some(_)) => plain().yellow(),
-            _ => plain().red(),
+            (0, Some(_)) => plain().dark_yellow(),
+            _ => plain().dark_red(),
         };
         let style = if app.failure.is_some() { style.dim() } else { style };
         canvas.text(area, line + 1, &line_of(cells, &columns), style);
@@ -112,7 +113,7 @@ fn draw_disks(canvas: &mut Canvas, app: &App, area: Area) {
 /// A line with these columns: the name to the left, numbers to the right.
 fn line_of<const N: usize>(cells: &[String; N], columns: &[(usize, usize)]) -> String {
     let cell = |&(column, width): &(usize, usize)| match column {
-        0 => format!("{:<width$}", table::shorten(&cells[0], width)),
+        0 => table::padded(&table::shorten(&cells[0], width), width),
         _ => format!("{:>width$}", cells[column]),
     };
     columns.iter().map(cell).collect::<Vec<_>>().join(" ")

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
+
 use super::rates::Row;
 
 /// The headings of the table of disks.
@@ -37,7 +39,7 @@ pub fn fit<const N: usize>(
     width: usize,
 ) -> Vec<(usize, usize)> {
     let widest = |column: usize| {
-        let widths = lines.iter().map(|line| line[column].chars().count());
+        let widths = lines.iter().map(|line| line[column].width());
         widths.max().unwrap_or(0)
     };
     let longest = widest(0);
@@ -59,14 +61,27 @@ pub fn fit<const N: usize>(
 /// Shortens a name to at most `width` columns. Cuts out its middle, because names of disks differ
 /// at their ends.
 pub fn shorten(name: &str, width: usize) -> String {
-    let length = name.chars().count();
-    if length <= width {
+    if name.width() <= width {
         return name.to_owned();
     }
     let kept = width.saturating_sub(1);
-    let start: String = name.chars().take(kept / 3).collect();
-    let end: String = name.chars().skip(length - (kept - kept / 3)).collect();
-    format!("{start}…{end}")
+    let start: String = beginning(name.chars(), kept / 3).collect();
+    let end: Vec<char> = beginning(name.chars().rev(), kept - kept / 3).collect();
+    format!("{start}…{}", end.iter().rev().collect::<String>())
+}
+
+/// The first of `chars`, in at most `width` columns.
+pub fn beginning(chars: impl Iterator<Item = char>, width: usize) -> impl Iterator<Item = char> {
+    let mut taken = 0;
+    chars.take_while(move |char| {
+        taken += char.width().unwrap_or(0);
+        taken <= width
+    })
+}
+
+/// A text with spaces behind it, `width` columns together.
+pub fn padded(text: &str, width: usize) -> String {
+    format!("{text}{}", " ".repeat(width.saturating_sub(text.width())))
 }
 
 /// The cells of a disk.
@@ -96,11 +111,11 @@ pub fn as_text(rows: &[Row]) -> String {
     let mut widths = [0; 12];
     for line in &lines {
         for (width, cell) in widths.iter_mut().zip(line) {
-            *width = cell.chars().count().max(*width);
+            *width = cell.width().max(*width);
         }
     }
     let text = |line: &[String; 12]| {
-        let name = format!("{:<width$}", line[0], width = widths[0]);
+        let name = padded(&line[0], widths[0]);
         let numbers = line.iter().zip(widths).skip(1);
         let numbers = numbers.map(|(cell, width)| format!("{cell:>width$}"));
         std::iter::once(name).chain(numbers).collect::<Vec<_>>().join("  ")

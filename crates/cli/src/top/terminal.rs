@@ -1,20 +1,22 @@
 //! The terminal that shows a live view, on a screen of its own.
 
-use std::io::{self, BufWriter, Stdout, Write};
+use std::io::{self, Write};
 use std::panic;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossterm::cursor::{Hide, Show};
-use crossterm::execute;
 use crossterm::terminal::{self, Clear, ClearType, EnterAlternateScreen, LeaveAlternateScreen};
+use crossterm::{execute, queue};
 
 use super::canvas::Canvas;
+
+/// Whether a [`Terminal`] is to be restored.
+static IS_TAKEN: AtomicBool = AtomicBool::new(false);
 
 /// The terminal. Its screen, its cursor and its mode are restored when this value is dropped, and
 /// before the message of a panic.
 pub struct Terminal {
-    out: BufWriter<Stdout>,
-    /// The size of what it shows, in columns and lines.
-    shown: (u16, u16),
+    shown: Canvas,
 }
 
 impl Terminal {
@@ -26,21 +28,28 @@ impl Terminal {
             print(info);
         }));
         terminal::enable_raw_mode()?;
-        let mut taken = Self { out: BufWriter::new(io::stdout()), shown: (0, 0) };
-        execute!(taken.out, EnterAlternateScreen, Hide)?;
+        IS_TAKEN.store(true, Ordering::SeqCst);
+        let taken = Self { shown: Canvas::new(0, 0) };
+        execute!(io::stdout(), EnterAlternateScreen, Hide)?;
         Ok(taken)
     }
 
     /// Shows what `draw` draws on a canvas of the terminal's size.
     pub fn show(&mut self, draw: impl FnOnce(&mut Canvas)) -> io::Result<()> {
-        let size = terminal::size()?;
-        if self.shown != size {
-            execute!(self.out, Clear(ClearType::All))?;
-            self.shown = size;
+        let (width, height) = terminal::size()?;
+        let empty = Canvas::new(width.into(), height.into());
+        let mut frame = Vec::new();
+        if self.shown.area() != empty.area() {
+            queue!(frame, Clear(ClearType::All))?;
+            self.shown = empty.clone();
         }
-        let mut canvas = Canvas::new(size.0.into(), size.1.into());
+        let mut canvas = empty;
         draw(&mut canvas);
-        canvas.show(&mut self.out)
+        canvas.show(&self.shown, &mut frame)?;
+        self.shown = canvas;
+        let mut out = io::stdout();
+        out.write_all(&frame)?;
+        out.flush()
     }
 }
 
@@ -50,10 +59,10 @@ impl Drop for Terminal {
     }
 }
 
-/// Restores the terminal. There is nobody to tell of errors: the terminal is gone.
+/// Restores the terminal, once. There is nobody to tell of errors: the terminal is gone.
 fn restore() {
-    _ = terminal::disable_raw_mode();
-    let mut out = io::stdout();
-    _ = execute!(out, LeaveAlternateScreen, Show);
-    _ = out.flush();
+    if IS_TAKEN.swap(false, Ordering::SeqCst) {
+        _ = terminal::disable_raw_mode();
+        _ = execute!(io::stdout(), LeaveAlternateScreen, Show);
+    }
 }

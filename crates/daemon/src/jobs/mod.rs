@@ -86,7 +86,7 @@ pub struct RunningJob {
     /// The name of its disk.
     pub disk: String,
     /// The target: a path, an address, or the name of a base.
-    pub target: String,
+    pub(crate) target: String,
     /// The disk of this server that the job writes to, if any.
     pub target_disk: Option<String>,
     /// The disk's image. A weak reference, so that the job does not keep it open.
@@ -97,7 +97,7 @@ pub struct RunningJob {
     /// the chain.
     pub left_out: OnceLock<Range<usize>>,
     /// Whether the job has no operation in flight at the target, and has closed it.
-    pub target_is_free: AtomicBool,
+    pub(crate) target_is_free: AtomicBool,
 }
 
 impl RunningJob {

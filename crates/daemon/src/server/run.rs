@@ -69,7 +69,7 @@ pub fn run(
     let launcher = Launcher::start();
     service_manager::prepare();
     let upgrades = UpgradeRequests::default();
-    let (service, pid_file) = begin(setup, protocol, (&launcher, &upgrades), ready)?;
+    let (service, pid_file) = begin(setup, protocol, &launcher, &upgrades, ready)?;
     let stopper = Stopper::start(signals.handle())?;
     loop {
         match signals.forever().next() {
@@ -115,7 +115,8 @@ pub fn run(
 fn begin(
     setup: &Setup,
     protocol: &dyn MonitorProtocol,
-    (launcher, upgrades): (&Launcher, &UpgradeRequests),
+    launcher: &Launcher,
+    upgrades: &UpgradeRequests,
     ready: impl FnOnce(&Service),
 ) -> Result<(Service, Option<PidFile>)> {
     if setup.hand_over {

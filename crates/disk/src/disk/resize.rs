@@ -7,10 +7,7 @@
 //! If the disk has bitmaps, guests' changes wait while all tables change. Changes do not wait while
 //! the new part is prepared, which may take long.
 
-use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap, rare,
-};
-
+use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
 use futures_util::future::Either;
 
 use super::quiesce::{QuiescedGuard, WriteGuard};
@@ -67,7 +64,7 @@ impl<S: Storage> Disk<S> {
             Resize(self).prepare(old, ByteRange::between(old, size), &claim).await?;
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        rare(self.image().format().size_change().grow(size)).await?;
+        self.image().format().size_change().grow(size).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);
         self.image().format().flush(SyncMode::Full).await
     }
@@ -89,7 +86,7 @@ impl<S: Storage> Disk<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        rare(self.image().format().size_change().shrink(size)).await?;
+        self.image().format().size_change().shrink(size).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);
         // An external data file ends with the disk, so it has no rest of a cluster.
         if self.image().data_file().is_none()

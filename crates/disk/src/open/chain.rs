@@ -186,10 +186,10 @@ impl Chain {
         if matches!(self.source, Files::Host) && options.access == Access::ReadWrite {
             rare(restore_layer(&storage, &path, behind)).await?;
         }
-        let next = rare(disk_over(storage, &path, behind, EarlierWrites::Unknown, None)).await;
+        let next = disk_over(storage, &path, behind, EarlierWrites::Unknown, None).await;
         let (next, left) = next.map_err(|error| self.failed(error.into()))?;
         let next = rare(self.with_data(next, behind)).await?;
-        let next = rare(unlocked(next, &options.secrets, self.without_key)).await?;
+        let next = unlocked(next, &options.secrets, self.without_key).await?;
         left.finish_backing(&next, options.access).map_err(|error| self.failed(error.into()))?;
         warn_of_disguise(&next).await?;
         next.end_opening(options.state.is_look());

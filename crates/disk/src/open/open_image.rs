@@ -136,10 +136,10 @@ async fn open_from(
     let is_handed_over = matches!(chain.source, Files::HandedOver(..));
     let path = chain.last_path().to_owned();
     let earlier = if is_handed_over { EarlierWrites::Stable } else { EarlierWrites::Unknown };
-    let (image, restore) = rare(disk_over(storage, &path, options, earlier, snapshot)).await?;
+    let (image, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
     chain.side_files_image = route.raw_image(&image)?;
     let image = rare(chain.with_data(image, options)).await?;
-    let mut image = rare(unlocked(image, &options.secrets, chain.without_key)).await?;
+    let mut image = unlocked(image, &options.secrets, chain.without_key).await?;
     if options.purpose != Purpose::Image {
         image = over_backing(image, &mut chain, options).await?;
     }
@@ -153,7 +153,7 @@ async fn open_from(
         // The process that hands over still owns its state.
         Ok(image)
     } else {
-        rare(restore.finish(image)).await
+        restore.finish(image).await
     }
 }
 
@@ -215,8 +215,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let options = with_probed(&storage, Cow::Owned(options)).await?;
-    let (image, restore) =
-        rare(disk_over(storage, path, &options, EarlierWrites::Unknown, None)).await?;
+    let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     // If names in the image are not followed, the image is still opened, so that they can be shown.
     let image = if image.extent_files().is_empty() || options.allowed_paths.are_only() {
         image
@@ -224,7 +223,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
         let mut chain = Chain::from_image(path, identity, Files::Host)?;
         chain.with_extents(image, &options).await?
     };
-    rare(restore.finish(image)).await
+    restore.finish(image).await
 }
 
 /// An image that is open for a commit.
@@ -253,9 +252,9 @@ impl CommitChain {
         let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
         let mut chain = Chain::from_image(path, identity, Files::Host)?;
         let (disk, restore) =
-            rare(disk_over(storage, path, &options, EarlierWrites::Unknown, None)).await?;
+            disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
         let disk = rare(chain.with_data(disk, &options)).await?;
-        let mut disk = rare(unlocked(disk, &options.secrets, WithoutKey::Refuse)).await?;
+        let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
         disk.end_opening(options.state.is_look());
         let mut above = Vec::new();
         let backing = loop {
@@ -293,7 +292,7 @@ impl CommitChain {
             between.insert(0, overlay.name().to_owned());
             overlay = upper.with_backing(&overlay);
         }
-        let (base, overlay) = (Disk::new(base), rare(restore.finish(overlay)).await?);
+        let (base, overlay) = (Disk::new(base), restore.finish(overlay).await?);
         let above = overlay.layers().take(between.len() + 1);
         above
             .flat_map(files_of_layer)

@@ -44,8 +44,10 @@ fn screen_of(app: &App, width: usize, height: usize) -> String {
     let mut canvas = Canvas::new(width, height);
     draw(&mut canvas, app);
     let mut sent = Vec::new();
-    canvas.show(&mut sent).expect("it is shown");
-    assert!(sent.len() >= width * height);
+    canvas.show(&Canvas::new(width, height), &mut sent).expect("it is shown");
+    let before = sent.len();
+    canvas.show(&canvas, &mut sent).expect("it is shown");
+    assert_eq!(sent.len(), before, "nothing has changed");
     canvas.content()
 }
 
@@ -153,6 +155,20 @@ fn a_narrow_screen_has_fewer_columns_and_cuts_nothing() {
             assert!(screen.contains(word), "{width}, {word}:\n{screen}");
         }
     }
+}
+
+#[test]
+fn wide_and_combining_characters_keep_the_columns_straight() {
+    let mut app = app();
+    for name in ["磁盘一号-root", "e\u{301}\u{301}-data", "x\u{1100}\u{1100}y"] {
+        app.rows.push(Row { name: name.into(), ..Row::default() });
+    }
+    for width in [12, 40, 60, 120] {
+        let screen = screen_of(&app, width, 40);
+        let ends = screen.lines().map(UnicodeWidthStr::width).collect::<Vec<_>>();
+        assert!(ends.iter().all(|end| *end == width), "{ends:?}\n{screen}");
+    }
+    assert!(screen_of(&app, 120, 40).contains("磁盘一号-root"));
 }
 
 #[test]
