@@ -5,8 +5,8 @@
 #![no_main]
 #![forbid(unsafe_code)]
 
-use blockhouse_qmp::read_all;
 use blockhouse_fuzz::in_bounded_memory;
+use blockhouse_qmp::read_all;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {

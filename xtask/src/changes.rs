@@ -2,9 +2,9 @@
 //! every step, and those that depend on them. Comments of a Rust file are not code, and no package
 //! depends on the integration tests of another.
 //!
-//! `.ci/proven` names that commit; `cargo xtask ci --all` writes it. If git cannot compare with it,
-//! or if a file outside of all packages differs that affects their build, everything counts as
-//! changed: a step is left out only if its result is known to be the same.
+//! `.ci/proven` names that commit; a run that leaves no step out writes it. If git cannot compare
+//! with it, or if a file outside of all packages differs that affects their build, everything
+//! counts as changed: a step is left out only if its result is known to be the same.
 
 use std::collections::BTreeSet;
 use std::path::Path;

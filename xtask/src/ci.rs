@@ -91,12 +91,14 @@ const STEPS: &[Step] = &[
     }),
 ];
 
-/// Runs all steps; with `all` also those that no change affects, and then records the commit.
+/// Runs all steps; with `all` also those that no change affects. Records the commit if no step was
+/// left out.
 pub fn run(workspace: &Workspace, all: bool) -> Result<()> {
     let started = Instant::now();
     let changes =
         if all { Changes::Everything(ALL.to_owned()) } else { Changes::since_proven(workspace) };
-    println!("ci: {}", left_out(&changes));
+    let left_out = left_out(&changes);
+    println!("ci: {}", said(&changes, &left_out));
     for (name, step) in STEPS {
         let step_started = Instant::now();
         println!("ci: {name} ...");
@@ -106,7 +108,7 @@ pub fn run(workspace: &Workspace, all: bool) -> Result<()> {
         result.with_context(|| format!("step {name}"))?;
     }
     println!("ci: all clean after {:.1} s", started.elapsed().as_secs_f64());
-    if all { changes::note_proven(workspace) } else { Ok(()) }
+    if left_out.is_empty() { changes::note_proven(workspace) } else { Ok(()) }
 }
 
 /// The scenarios that `changes` affect, or those that they do not.
@@ -117,12 +119,8 @@ fn scenarios(changes: &Changes, reached: bool) -> impl Iterator<Item = &'static 
     of_these.map(|(name, _)| *name)
 }
 
-/// The line that says which steps are not run, and why.
-fn left_out(changes: &Changes) -> String {
-    let commit = match changes {
-        Changes::Everything(reason) => return format!("every step in full: {reason}"),
-        Changes::Packages { commit, .. } => commit,
-    };
+/// The steps that are not run.
+fn left_out(changes: &Changes) -> Vec<String> {
     let whole = [("deny", DENY), ("kill", KILL), ("fuzz", FUZZ)];
     let mut names: Vec<_> = whole
         .iter()
@@ -130,11 +128,21 @@ fn left_out(changes: &Changes) -> String {
         .map(|(name, _)| (*name).to_owned())
         .collect();
     names.extend(scenarios(changes, false).map(|scenario| format!("vm {scenario}")));
-    if names.is_empty() {
-        return format!("every step in full: all have changed since {commit}");
+    names
+}
+
+/// The line that says which steps are not run, and why.
+fn said(changes: &Changes, left_out: &[String]) -> String {
+    match changes {
+        Changes::Everything(reason) => format!("every step: {reason}"),
+        Changes::Packages { commit, .. } if left_out.is_empty() => {
+            format!("every step: all have changed since {commit}")
+        }
+        Changes::Packages { commit, .. } => format!(
+            "left out, because nothing that they show has changed since {commit}: {}",
+            left_out.join(", ")
+        ),
     }
-    let names = names.join(", ");
-    format!("left out, because nothing that they show has changed since {commit}: {names}")
 }
 
 fn cargo_step(workspace: &Workspace, line: &str, env: Option<(&str, &str)>) -> Result<()> {

@@ -159,7 +159,7 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     .await;
 }
 
-/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Returns when
+/// Accepts clients until the server ends, and serves up to 16 at once. Returns when
 /// all clients have ended.
 pub async fn accept_clients<'a>(
     listener: Listener,

@@ -7,7 +7,7 @@
 //! longer served, or not used after the next start, is removed from the store. Without a store
 //! (`$FDSTORE`, systemd 254) nothing is kept.
 //!
-//! A socket's name in the store identifies it: [`PREFIX`], the device and inode of its file, and
+//! A socket's name in the store identifies it: `blockhouse-`, the device and inode of its file, and
 //! its address. The inode number is not reused while the socket listens.
 
 use std::ffi::OsStr;
