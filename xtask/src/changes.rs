@@ -1,6 +1,6 @@
 //! The packages that a change affects: those whose code differs from the last commit that passed
-//! every step, and those that depend on them. Comments of a Rust file are not code, and no package
-//! depends on the integration tests of another.
+//! every step, and those that depend on them. Comments and unit tests of a Rust file do not count,
+//! because the test step is never left out, and no package depends on the tests of another.
 //!
 //! `.ci/proven` names that commit; a run that leaves no step out writes it. If git cannot compare
 //! with it, or if a file outside of all packages differs that affects their build, everything
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
-use proc_macro2::{Group, TokenStream, TokenTree};
+use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
 use serde_json::Value;
 
 use lab_tools::process::stdout_of;
@@ -94,7 +94,8 @@ fn git(workspace: &Workspace, args: &[&str]) -> Result<String> {
 
 fn is_without_code(path: &str) -> bool {
     let mut all = WITHOUT_CODE.iter().chain(ALSO_WITHOUT_CODE);
-    let is_test = path.starts_with("crates/") && path.contains("/tests/");
+    let is_test =
+        path.starts_with("crates/") && (path.contains("/tests/") || path.ends_with("/tests.rs"));
     is_test || path.ends_with("/README.md") || all.any(|start| path.starts_with(start))
 }
 
@@ -114,23 +115,59 @@ fn is_same_code(workspace: &Workspace, commit: &str, path: &str) -> bool {
     })
 }
 
-/// The tokens of a Rust file without its comments; `None` if the text cannot be parsed.
+/// The tokens of a Rust file without its comments and its unit tests; `None` if the text cannot be
+/// parsed.
 fn code_of(text: &str) -> Option<String> {
-    Some(without_comments(text.parse().ok()?).to_string())
+    Some(without_comments_and_tests(text.parse().ok()?).to_string())
 }
 
-/// Doc comments are attributes: `#[doc = "..."]`.
-fn without_comments(tokens: TokenStream) -> TokenStream {
-    let is_doc = |group: &Group| matches!(group.stream().into_iter().next(), Some(TokenTree::Ident(first)) if first == "doc");
-    let kept = tokens.into_iter().filter_map(|token| match token {
-        TokenTree::Group(group) if is_doc(&group) => None,
-        TokenTree::Group(group) => {
-            let inside = without_comments(group.stream());
-            Some(Group::new(group.delimiter(), inside).into())
+/// Doc comments are attributes: `#[doc = "..."]`. Unit tests are modules behind `#[cfg(test)]`.
+fn without_comments_and_tests(tokens: TokenStream) -> TokenStream {
+    let mut kept: Vec<TokenTree> = Vec::new();
+    let mut tokens = tokens.into_iter().peekable();
+    while let Some(token) = tokens.next() {
+        let TokenTree::Group(group) = token else {
+            kept.push(token);
+            continue;
+        };
+        let attribute = attribute(&kept, &group).unwrap_or_default();
+        let is_module = |next: &TokenTree| matches!(next, TokenTree::Ident(word) if word == "mod");
+        let is_test = attribute == "cfg (test)" && tokens.peek().is_some_and(is_module);
+        if is_test || attribute.starts_with("doc =") {
+            kept.pop_if(|last| is_mark(last, '!'));
+            kept.pop();
+        } else {
+            let inside = without_comments_and_tests(group.stream());
+            kept.push(Group::new(group.delimiter(), inside).into());
         }
-        other => Some(other),
-    });
-    kept.collect()
+        if is_test {
+            tokens.by_ref().find(ends_module);
+        }
+    }
+    kept.into_iter().collect()
+}
+
+/// The text of an attribute: a group in brackets behind `#` or `#!`.
+fn attribute(before: &[TokenTree], group: &Group) -> Option<String> {
+    let is_marked = match before {
+        [.., hash, mark] if is_mark(mark, '!') => is_mark(hash, '#'),
+        [.., hash] => is_mark(hash, '#'),
+        [] => false,
+    };
+    (is_marked && group.delimiter() == Delimiter::Bracket).then(|| group.stream().to_string())
+}
+
+fn is_mark(token: &TokenTree, mark: char) -> bool {
+    matches!(token, TokenTree::Punct(found) if found.as_char() == mark)
+}
+
+/// Whether this is the body of a module, or the semicolon of one in another file.
+fn ends_module(token: &TokenTree) -> bool {
+    match token {
+        TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
+        TokenTree::Punct(mark) => mark.as_char() == ';',
+        _ => false,
+    }
 }
 
 /// The package that has the file at `path`, a path from `root` on.
@@ -210,10 +247,19 @@ mod tests {
     }
 
     #[test]
-    fn comments_are_no_code() {
+    fn comments_and_unit_tests_do_not_count() {
         let old = "//! A.\n/// B.\nfn f() {\n    // C.\n    g(\"// D\");\n}\n";
-        let worded = "//! E.\n/// F.\nfn f() { g(\"// D\"); /* H */ }\n";
+        let worded = "//! E.\n//! E.\n/// F.\nfn f() { g(\"// D\"); /* H */ }\n";
         assert_eq!(code_of(old), code_of(worded));
+        assert_eq!(
+            code_of(old),
+            code_of(&format!("{old}#[cfg(test)]\nmod tests {{ fn t() {{}} }}"))
+        );
+        assert_eq!(code_of(old), code_of(&format!("#[cfg(test)]\nmod tests;\n{old}")));
+        let fields = |b| format!("struct S {{ #[cfg(test)] a: u8, b: {b} }}");
+        assert_ne!(code_of(&fields("u8")), code_of(&fields("u16")));
+        let arguments = |b| format!("fn f() {{ g(doc, {b}); h![cfg(test)] }}");
+        assert_ne!(code_of(&arguments("1")), code_of(&arguments("2")));
         assert_ne!(code_of(old), code_of("//! A.\n/// B.\nfn f() { g(\"// E\"); }\n"));
         assert_eq!(code_of("fn f( {"), None);
     }
