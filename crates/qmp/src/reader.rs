@@ -260,6 +260,7 @@ mod tests {
             ("tru ", "invalid keyword 'tru'"),
             ("'\\x'", "invalid escape sequence in string"),
             ("'\\ud800'", "invalid escape sequence in string"),
+            ("'\\ud800\\u0041'", "invalid escape sequence in string"),
             ("'\\u12'", "invalid escape sequence in string"),
             ("1e999 ", "invalid number"),
         ] {

@@ -1,10 +1,10 @@
-//! The tokens of QMP's JSON: the tokens of RFC 8259 and, as in QEMU, strings in single quotes.
+//! The lexer of QMP's JSON: the tokens of RFC 8259, and strings in single quotes as in QEMU.
 //!
-//! The input is a stream of bytes, which need not be divided into lines. A byte that is invalid
-//! where it stands is reported as an error; then bytes are skipped up to one that can begin a
-//! token. Guarantees: a token has at most [`MAX_TEXT`] bytes.
+//! The input is a byte stream; a line break is only whitespace. An unexpected byte is reported as
+//! an error. As in QEMU, bytes are then skipped up to one of `{}[],:`, a control character except
+//! tab, 0xfe or 0xff. Guarantee: a token has fewer than [`MAX_TEXT`] bytes.
 
-/// The maximum number of bytes in a token.
+/// A token of this many bytes is rejected.
 pub(super) const MAX_TEXT: usize = 64 << 10;
 
 /// A token.
@@ -25,9 +25,9 @@ pub(super) enum Token {
 pub(super) enum Lexed {
     /// A token.
     Token(Token),
-    /// Bytes that are not valid where they stand.
+    /// Unexpected bytes, or a malformed number.
     Stray(String),
-    /// A token is longer than [`MAX_TEXT`].
+    /// A token has reached [`MAX_TEXT`] bytes.
     TooLong,
 }
 
@@ -41,11 +41,11 @@ enum State {
     Text(u8),
     /// Inside of a string that ends with this quote, after a backslash.
     Escape(u8),
-    /// After invalid bytes, until a byte that can begin a token.
+    /// After an error, while bytes are skipped.
     Recovery,
 }
 
-/// Makes tokens of bytes.
+/// Divides bytes into tokens.
 #[derive(Default)]
 pub(super) struct Lexer {
     state: State,
@@ -54,12 +54,12 @@ pub(super) struct Lexer {
 }
 
 impl Lexer {
-    /// Whether a token has begun.
+    /// Whether a token is incomplete.
     pub(super) fn is_inside(&self) -> bool {
         !matches!(self.state, State::Between | State::Recovery)
     }
 
-    /// Takes a byte. A byte may end a token and be the next token itself.
+    /// Takes a byte. A byte may be a token and also end the one before, as the comma in `1,`.
     pub(super) fn take(&mut self, byte: u8, found: &mut impl FnMut(Lexed)) {
         if self.text.len() >= MAX_TEXT {
             self.text.clear();
@@ -68,7 +68,7 @@ impl Lexer {
         }
         match self.state {
             State::Text(quote) => self.take_in_text(byte, quote, found),
-            // Valid escape letters are ASCII, so one byte is enough: `unescape` rejects others.
+            // An escape letter is one byte: `unescape` rejects letters that are not ASCII.
             State::Escape(quote) if byte >= 0x20 => {
                 self.text.extend([b'\\', byte]);
                 self.state = State::Text(quote);
@@ -153,7 +153,7 @@ impl Lexer {
     }
 }
 
-/// Whether a number is valid in JSON. Rust's parser is not enough, because it accepts more forms.
+/// Whether a number has the form of JSON. Rust's parser also accepts `01`, `-.5` and `1.`.
 fn is_number(text: &str) -> bool {
     let digits = text.strip_prefix('-').unwrap_or(text).as_bytes();
     let has_zero = digits.len() > 1 && digits[0] == b'0' && digits[1].is_ascii_digit();
@@ -163,7 +163,7 @@ fn is_number(text: &str) -> bool {
     is_whole && !has_zero && has_fraction
 }
 
-/// The bytes of a string, in which a backslash begins an escape.
+/// Decodes the escapes of a string, which must be UTF-8.
 fn unescape(text: Vec<u8>) -> Result<String, &'static str> {
     let text = String::from_utf8(text).map_err(|_| "invalid UTF-8 sequence in string")?;
     if !text.contains('\\') {
@@ -194,7 +194,7 @@ fn unescape(text: Vec<u8>) -> Result<String, &'static str> {
     Ok(plain)
 }
 
-/// The character of four hexadecimal digits, or of a surrogate pair: two escapes of four digits.
+/// Decodes the digits of a `\u` escape, or of a surrogate pair. Also returns the text after it.
 fn read_unicode(text: &str) -> Result<(char, &str), &'static str> {
     const WRONG: &str = "invalid escape sequence in string";
     let digits = |text: &str| {
@@ -203,14 +203,14 @@ fn read_unicode(text: &str) -> Result<(char, &str), &'static str> {
     };
     let (first, rest) = (digits(text)?, &text[4..]);
     let (code, rest) = match (first, rest.strip_prefix("\\u")) {
-        (0xd800..=0xdbff, Some(second)) => {
-            let low = digits(second)?;
-            let is_pair = (0xdc00..=0xdfff).contains(&low);
-            let code = 0x10000 + ((first - 0xd800) << 10) + low.wrapping_sub(0xdc00);
-            (if is_pair { code } else { first }, &second[4..])
-        }
+        (0xd800..=0xdbff, Some(second)) => match digits(second)? {
+            low @ 0xdc00..=0xdfff => {
+                (0x10000 + ((first - 0xd800) << 10) + (low - 0xdc00), &second[4..])
+            }
+            _ => (first, rest),
+        },
         _ => (first, rest),
     };
-    // QEMU rejects strings with a NUL character.
+    // NUL is rejected: QEMU stores it as C0 80, which is not UTF-8.
     char::from_u32(code).filter(|c| *c != '\0').map(|c| (c, rest)).ok_or(WRONG)
 }
