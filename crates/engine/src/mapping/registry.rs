@@ -1,10 +1,10 @@
-//! A table of the addresses of mappings of front-ends' memory, for look-ups by a signal handler.
+//! A table of mapped front-end memory by address, for look-ups by a signal handler.
 //!
 //! The table has a fixed number of slots. A look-up takes no lock and does not wait, so a handler
-//! may do it whatever the interrupted thread was doing; a mutex, which look-ups do not take,
-//! serialises changes. A slot is written between two changes of its version (a sequence lock). A
-//! thread that faults keeps the mapping there alive, so the slot of that mapping does not change
-//! meanwhile: a slot that changes during a look-up belongs to another mapping and is skipped.
+//! may interrupt any code. A mutex serialises only changes. A slot is written between two changes
+//! of its version (a sequence lock). A thread that faults keeps the accessed mapping alive, so the
+//! slot of this mapping does not change meanwhile: a slot that changes during a look-up belongs to
+//! another mapping and is skipped.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,9 +15,8 @@ use parking_lot::Mutex;
 
 use super::fault_domain::FaultDomain;
 
-/// Maximum mappings at a time: a quarter of the kernel's default limit for a process
-/// (`vm.max_map_count`), so that pages can still be replaced, which divides mappings, when all
-/// slots are in use.
+/// Maximum number of mappings: a quarter of the kernel's default limit for a process
+/// (`vm.max_map_count`). The rest is left for replaced pages, which divide mappings.
 pub(super) const MAX_MAPPINGS: usize = 1 << 14;
 
 /// All mappings of this process.
@@ -70,7 +69,7 @@ pub(super) struct Registry<const N: usize> {
 }
 
 impl<const N: usize> Registry<N> {
-    /// A table in which all bits are zero, so that only slots in use take memory.
+    /// An empty table. In a static, pages of slots that were never used take no memory.
     pub(super) const fn new() -> Self {
         Self {
             slots: [const { Slot::empty() }; N],
@@ -88,12 +87,13 @@ impl<const N: usize> Registry<N> {
             None => Some(self.used.load(Relaxed)).filter(|&used| used < N)?,
         };
         self.slots[index].write(pages, Arc::as_ptr(domain).cast_mut());
-        // Published after the slot's content, and under the lock, so that no slot is counted twice.
+        // `used` rises last, so look-ups see only complete slots. The lock keeps other inserts
+        // from this slot.
         self.used.fetch_max(index + 1, Release);
         Some(Registration(index as u32))
     }
 
-    /// Removes a mapping, which nothing accesses from now on.
+    /// Removes a mapping that is no longer accessed.
     pub(super) fn remove(&self, registration: &Registration) {
         let mut free = self.free.lock();
         let none = Pages { start: 0, length: 0, page: 1 };
@@ -122,12 +122,12 @@ impl Slot {
         }
     }
 
-    /// To be called only under the registry's lock.
+    /// Writes the slot. The caller holds the registry's lock.
     fn write(&self, pages: Pages, domain: *mut FaultDomain) {
         let version = self.version.load(Relaxed);
         self.version.store(version.wrapping_add(1), Relaxed);
-        // A reader that sees one of the values below also sees that the version is odd, or sees
-        // another version at its second load.
+        // A reader that loads the old version, and then one of the values below, sees another
+        // version at its second load.
         fence(Release);
         self.start.store(pages.start, Relaxed);
         self.length.store(pages.length, Relaxed);
@@ -186,15 +186,19 @@ mod tests {
     fn a_mapping_is_found_while_others_come_and_go() {
         static REGISTRY: Registry<8> = Registry::new();
         let domain = FaultDomain::unconnected();
+        // The others get the first slots, which a look-up reads before ours.
+        let first = [0x60_0000, 0x70_0000].map(|at| REGISTRY.insert(pages(at), &domain).unwrap());
         let ours = REGISTRY.insert(pages(0x50_0000), &domain).unwrap();
+        first.iter().for_each(|registration| REGISTRY.remove(registration));
         let stop = AtomicBool::new(false);
-        std::thread::scope(|scope| {
+        let wrong = std::thread::scope(|scope| {
             for thread in 1..=2 {
                 let (stop, domain) = (&stop, &domain);
                 scope.spawn(move || {
-                    // A mix of halves of two of these would be a mapping with our address.
+                    // A torn read, with the start of one or of an empty slot and the length of
+                    // another, would have our address.
                     for start in [0x10_0000 * thread, 0x90_0000 * thread].into_iter().cycle() {
-                        let length = if start > 0x50_0000 { 8192 } else { 0x10_0000 };
+                        let length = if start > 0x50_0000 { 0x60_0000 } else { 8192 };
                         let pages = Pages { start, length, page: 4096 };
                         let registration = REGISTRY.insert(pages, domain).expect("room");
                         REGISTRY.remove(&registration);
@@ -204,12 +208,12 @@ mod tests {
                     }
                 });
             }
-            for _ in 0..100_000 {
-                let found = REGISTRY.find(0x50_1000).map(|(pages, _)| pages);
-                assert_eq!(found, Some(pages(0x50_0000)));
-            }
+            let mut found = (0..300_000).map(|_| REGISTRY.find(0x50_1000).map(|(pages, _)| pages));
+            let wrong = found.find(|found| *found != Some(pages(0x50_0000)));
             stop.store(true, Relaxed);
+            wrong
         });
+        assert_eq!(wrong, None);
         REGISTRY.remove(&ours);
     }
 }
