@@ -1,6 +1,6 @@
-//! A screen of characters: what a view draws, and how a terminal shows it.
+//! Character cells of a screen: drawing, and output of the lines that changed.
 //!
-//! Nothing that is drawn leaves its [`Area`], whatever its size.
+//! Guarantee: drawing in an [`Area`] changes no cell outside of it.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -12,9 +12,9 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use super::table::beginning;
 
-/// The second cell of a character that takes two.
+/// Content of the second cell of a double-width character.
 const CONTINUED: char = '\0';
-/// The eighths of a cell, as a bar fills it from below.
+/// Characters for a cell of a bar, by eighths filled from below.
 const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 /// A part of the screen, in cells.
@@ -24,9 +24,9 @@ pub struct Area {
     pub left: usize,
     /// The line of its upper edge.
     pub top: usize,
-    /// Its columns.
+    /// Width in columns.
     pub width: usize,
-    /// Its lines.
+    /// Height in lines.
     pub height: usize,
 }
 
@@ -38,7 +38,7 @@ impl Area {
         taken
     }
 
-    /// Divides the area into `N` columns of equal width; the last one has what is left.
+    /// Divides the area into `N` columns of equal width; the last one also gets the remainder.
     pub fn columns<const N: usize>(self) -> [Self; N] {
         let width = self.width / N;
         std::array::from_fn(|index| {
@@ -82,16 +82,19 @@ impl Canvas {
         self.area
     }
 
-    /// Draws a text at the beginning of a line of an area; the style is that of the whole line.
+    /// Draws a text at the beginning of a line of an area; blanks in its style fill the line.
     pub fn text(&mut self, area: Area, line: usize, text: &str, style: ContentStyle) {
         if line < area.height {
             let blank = std::iter::repeat(' ');
             let mut column = 0;
             for char in text.chars().chain(blank) {
                 let width = char.width().unwrap_or(0);
-                if column + width.max(1) > area.width {
+                if column >= area.width {
                     break;
                 }
+                // A wide character at the end of the line is left out: half of it would be outside.
+                let (char, width) =
+                    if column + width > area.width { (' ', 1) } else { (char, width) };
                 if width > 0 {
                     self.put(area, (column, line), char, style);
                 }
@@ -122,8 +125,8 @@ impl Canvas {
         inner
     }
 
-    /// Draws the latest values as bars, the last one at the right if there are more values than
-    /// columns; the highest bar fills the area.
+    /// Draws the latest values as bars from left to right, at most one per column. The largest
+    /// of these values has the full height.
     pub fn bars(&mut self, area: Area, values: &VecDeque<u64>) {
         let latest = || values.iter().skip(values.len().saturating_sub(area.width));
         let most = u128::from(latest().copied().max().unwrap_or(0).max(1));
@@ -144,7 +147,7 @@ impl Canvas {
         }
     }
 
-    /// Writes the lines that differ from a screen of the same size, which the terminal shows.
+    /// Writes the lines that differ from `shown`: the terminal's content now, of the same size.
     pub fn show(&self, shown: &Self, out: &mut impl Write) -> io::Result<()> {
         let width = self.area.width.max(1);
         let lines = self.cells.chunks(width).zip(shown.cells.chunks(width)).enumerate();
