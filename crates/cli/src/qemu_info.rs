@@ -1,12 +1,12 @@
-//! The output of `qemu-img info`, for scripts that look for its lines. It is made from the object
-//! that `info --json` prints.
+//! The output of `qemu-img info`, for scripts that look for its lines, made from the object that
+//! `info --json` prints.
 
 use std::fmt::Write;
 
 use blockhouse_config::size;
 use serde_json::{Map, Value};
 
-/// The text of an image, without an end of line. `snapshots` are the lines of its table.
+/// The text of an image, without a newline at the end. `snapshots` is its snapshot table.
 pub fn text_of(info: &Value, snapshots: &str) -> String {
     let mut text = String::new();
     node(&mut text, info, 0, snapshots);
@@ -75,8 +75,8 @@ fn line(text: &mut String, depth: usize, key: &str, value: &str) {
     let _ = writeln!(text, "{:1$}{key}: {value}", "", depth * 4);
 }
 
-/// An object or a list, with a line for each entry, or several lines if the entry is itself an
-/// object or a list.
+/// Writes a line for each entry of an object or list. The entries of a nested object or list
+/// follow its line.
 fn dump(text: &mut String, depth: usize, value: &Value) {
     let mut entry = |key: &str, value: &Value| match value {
         Value::Object(_) | Value::Array(_) => {

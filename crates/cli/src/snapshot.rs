@@ -1,4 +1,4 @@
-//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served. `-l`,
+//! `blockhouse snapshot`: internal and external snapshots of a closed or a served image. `-l`,
 //! `-c`, `-a` and `-d` mean the same as in qemu-img.
 
 use std::os::unix::ffi::OsStrExt;
@@ -175,7 +175,7 @@ struct ListStyle {
     is_qemu: bool,
 }
 
-/// Runs an action on an image that no other program has open.
+/// Runs an action without a server. Only `List` may run while the image is in use.
 async fn run_closed(action: Action) -> Result<()> {
     match action {
         Action::List { image, style } => {
@@ -211,8 +211,8 @@ async fn run_closed(action: Action) -> Result<()> {
     }
 }
 
-/// The snapshot that an action means: under the name qemu-img an id precedes a name for -a, and -d
-/// takes names alone.
+/// Resolves `name` as qemu-img does, if the program is called so: -a prefers an id to a name, and
+/// -d accepts only names.
 async fn meant(disk: &ImageDisk, name: String, takes_ids: bool) -> Result<String> {
     if !called_as::is_qemu_img() {
         return Ok(name);
@@ -221,7 +221,7 @@ async fn meant(disk: &ImageDisk, name: String, takes_ids: bool) -> Result<String
     let named = |name: &str| listed.iter().filter(|snapshot| snapshot.name == name).count();
     let by_id = listed.iter().find(|snapshot| takes_ids && snapshot.id == name);
     match by_id {
-        // No name is in the way of the id.
+        // The id is unambiguous: no snapshot has it as its name.
         Some(_) if named(&name) == 0 => Ok(name),
         Some(snapshot) if named(&snapshot.name) == 1 => Ok(snapshot.name.clone()),
         Some(snapshot) => bail!(
@@ -283,7 +283,7 @@ impl ServedDisk {
     }
 }
 
-/// Makes a new overlay over an image that no other program has open.
+/// Creates an overlay of an image that no other program has open.
 async fn fork(image: &Image, overlay: &Path) -> Result<()> {
     let Image { access: reach, image } = image;
     let named = reach.image_opts.resolve_to_change(image, reach.format)?;
@@ -335,7 +335,7 @@ async fn open(image: &Image, access: Access) -> Result<ImageDisk> {
         }
     };
     check_chain(&path, &options).await?;
-    // Only the image's tables are needed.
+    // The backing files are not needed.
     let options = options.for_purpose(Purpose::Image);
     let opened = blockhouse_disk::open(&path, options).await;
     Ok(opened.map_err(with_hint)?)

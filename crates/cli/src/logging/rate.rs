@@ -1,8 +1,8 @@
-//! How often one place in the code may write to the log.
+//! The rate limit of log lines, for each call site.
 //!
 //! Each call site may write [`BURST`] lines in [`PERIOD`]. Further lines are omitted and counted;
-//! one line reports their number and the text of one of them. Lines that only `--verbose` shows are
-//! not limited.
+//! a summary line reports their number and the message of the first one. Debug lines are not
+//! limited.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,7 +18,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 use super::line::{Line, LineFormat};
 
-/// Lines of one call site in a period.
+/// Maximum lines of one call site in a [`PERIOD`].
 const BURST: u32 = 10;
 /// The period in which a call site may write [`BURST`] lines.
 const PERIOD: Duration = Duration::from_secs(10);
@@ -31,19 +31,19 @@ struct Site {
     start: Instant,
     written: u32,
     left_out: u64,
-    /// One of the omitted lines.
+    /// The message of the first omitted line.
     example: String,
 }
 
 impl RateLimit {
-    /// The counts of this process.
+    /// The rate limit of this process.
     pub fn shared() -> &'static Self {
         static LIMIT: OnceLock<RateLimit> = OnceLock::new();
         LIMIT.get_or_init(Self::default)
     }
 
-    /// The lines that the call site may write at `now`: its own line, which `line` makes, and
-    /// before that a line about the omitted lines of an earlier period, if any.
+    /// The lines to write at `now`: the summary of the call site's earlier period, if any, and
+    /// then the result of `line`, if the limit admits it.
     fn admit(&self, site: Identifier, now: Instant, line: impl FnOnce() -> Line) -> Vec<Line> {
         let mut sites = self.0.lock();
         let fresh = || Site { start: now, written: 0, left_out: 0, example: String::new() };
@@ -65,18 +65,18 @@ impl RateLimit {
         lines
     }
 
-    /// Lines about the periods that are over at `now`.
+    /// The summaries of the periods that have ended at `now`.
     pub fn take_summaries(&self, now: Instant) -> Vec<Line> {
         self.summaries(now, |site| now.saturating_duration_since(site.start) >= PERIOD)
     }
 
-    /// Lines about all periods.
+    /// The summaries of all periods, ended or not.
     pub fn take_all_summaries(&self, now: Instant) -> Vec<Line> {
         self.summaries(now, |_| true)
     }
 
     fn summaries(&self, now: Instant, is_due: impl Fn(&Site) -> bool) -> Vec<Line> {
-        // A thread may have panicked while it held the lock. Then there are no summaries.
+        // The panic hook runs this in a thread that may hold the lock. Then no summary is made.
         let Some(mut sites) = self.0.try_lock_for(Duration::from_millis(100)) else {
             return Vec::new();
         };
@@ -86,7 +86,7 @@ impl RateLimit {
 }
 
 impl Site {
-    /// The line about omitted lines; `None` if no line was omitted.
+    /// The summary line; `None` if no line was omitted.
     fn take_summary(&mut self, now: Instant) -> Option<Line> {
         let left_out = std::mem::take(&mut self.left_out);
         let example = std::mem::take(&mut self.example);

@@ -1,9 +1,9 @@
 //! QEMU's `KEY=VALUE,...` with dotted keys:
 //! `driver=qcow2,file.driver=file,file.filename=disk.qcow2`, or the same as JSON.
 //!
-//! Guarantee: for `KEY=VALUE` the result is the same as that of QEMU's `keyval_parse`: one object
-//! whose values are text. Keys with dots become nested objects, and objects with the keys 0, 1 and
-//! so on become lists.
+//! Guarantee: if QEMU's `keyval_parse` also accepts a `KEY=VALUE` text, the result is the same:
+//! one object whose values are text. Keys with dots become nested objects, and objects with the
+//! keys 0, 1 and so on become lists.
 
 use serde_json::{Map, Value};
 
@@ -12,14 +12,14 @@ use serde_json::{Map, Value};
 pub struct Parsed {
     /// The arguments by name.
     pub arguments: Map<String, Value>,
-    /// Whether numbers and switches are text.
+    /// Whether numbers and booleans are text: not in JSON.
     pub are_words: bool,
 }
 
-/// Parses an argument; a first word without a key is the value of `implied`.
+/// Parses an argument. `implied` is the key of a first value without a key.
 ///
 /// # Errors
-/// The mistake, in QEMU's words.
+/// The mistake, mostly in QEMU's words.
 pub fn parse(text: &str, implied: Option<&str>) -> Result<Parsed, String> {
     if text.starts_with('{') {
         return match serde_json::from_str(text) {
@@ -43,15 +43,15 @@ pub fn parse(text: &str, implied: Option<&str>) -> Result<Parsed, String> {
     Ok(Parsed { arguments, are_words: true })
 }
 
-/// Splits text at commas. Two commas are one comma in a value. A comma at the end does not begin
-/// another part.
+/// Splits text at commas. Two commas stand for one. A comma at the end does not begin another
+/// part.
 pub fn split(text: &str) -> Vec<String> {
     let mut parts = crate::create_options::split(text);
     parts.pop_if(|last| last.is_empty());
     parts
 }
 
-/// Inserts a value into an object, under `rest`, the remaining part of its key.
+/// Inserts a value into an object. `rest` is the part of `key` from this object on.
 fn insert(
     object: &mut Map<String, Value>,
     key: &str,

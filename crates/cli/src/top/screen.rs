@@ -10,9 +10,9 @@ use super::canvas::{Area, Canvas, wrap};
 use super::rates::{Detail, Row};
 use super::table;
 
-/// On a screen with fewer columns, the detail tables are one below the other.
+/// Minimum number of columns for the detail tables side by side.
 const MIN_BESIDE: usize = 100;
-/// Two tables one below the other need this many lines.
+/// Minimum number of lines for one below the other; with fewer, only the first table is drawn.
 const MIN_BELOW: usize = 12;
 /// The maximum number of lines for the error of a failed reading.
 const MAX_FAILURE_LINES: usize = 4;
@@ -43,7 +43,7 @@ fn plain() -> ContentStyle {
     ContentStyle::new()
 }
 
-/// The first of `texts` that fits in `width` columns, or the last.
+/// The first of `texts` that fits in `width` columns, or the last if none fits.
 fn first_that_fits(texts: impl IntoIterator<Item = String>, width: usize) -> String {
     let mut last = String::new();
     for text in texts {
@@ -110,7 +110,7 @@ fn draw_disks(canvas: &mut Canvas, app: &App, area: Area) {
     }
 }
 
-/// A line with these columns: the name to the left, numbers to the right.
+/// A line with these columns: the name left-aligned, the numbers right-aligned.
 fn line_of<const N: usize>(cells: &[String; N], columns: &[(usize, usize)]) -> String {
     let cell = |&(column, width): &(usize, usize)| match column {
         0 => table::padded(&table::shorten(&cells[0], width), width),

@@ -1,4 +1,4 @@
-//! The parameters and results of the methods of jobs.
+//! The parameters and results of the `job.*` methods.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,5 @@
-//! The sockets that a server listens at: from URIs of the command line, from systemd, or one named
-//! after the image.
+//! The sockets that a server listens at: from URIs of the command line or configuration file, from
+//! systemd, or one named after the image.
 
 use std::fs;
 use std::net::{IpAddr, ToSocketAddrs};
@@ -28,9 +28,9 @@ pub struct ListenSocket {
     pub security: Security,
     /// The exports of the socket. Empty only if a control request has added the socket.
     pub offers: Vec<Offer>,
-    /// The connections that another process has paused.
+    /// The paused connections of a hand-over.
     pub connections: Vec<(Stream, PausedSession)>,
-    /// The options of `socket.add`, if control has added the socket.
+    /// The options of `socket.add`, if a control request has added the socket.
     pub added: Option<AddedSocket>,
 }
 
@@ -49,8 +49,8 @@ impl ListenSocket {
     }
 }
 
-/// The TLS rule of an address as the user wrote it. The rule is looked up by this address and not
-/// by the socket's, because the two may differ: a host name is resolved, and port 0 is replaced.
+/// Whether TLS is required at an address as the user wrote it. The socket's own address may not
+/// match the TLS rules: a host name is resolved there, and port 0 is replaced.
 fn security_at(tls: Option<&TlsSetup>, address: &Address) -> Security {
     security(tls.map(|tls| tls.mode_at(address)))
 }
@@ -76,11 +76,10 @@ pub fn bind_uris(
     plan.into_iter().map(listen).collect()
 }
 
-/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`), except those
-/// that an earlier server stored in systemd's fd store. Those go to [`kept_sockets`].
+/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`). Sockets that an
+/// earlier server stored in systemd's fd store go to [`kept_sockets`] instead.
 pub fn from_systemd() -> Result<Vec<BoundSocket>> {
-    // systemd sets LISTEN_FDNAMES and LISTEN_FDS together: names and descriptors have the same
-    // order.
+    // LISTEN_FDNAMES has one name for each descriptor, in the order of the descriptors.
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     let names: Vec<_> = names.split(':').collect();
     let mut passed = ListenFd::from_env();
@@ -144,7 +143,7 @@ pub fn passed_for(
     }
 }
 
-/// Whether `wanted`, whose host may be a name, is the address `passed` of a socket.
+/// Whether `wanted`, whose host may be a name, resolves to the socket address `passed`.
 fn is_same(passed: &Address, wanted: &Address) -> bool {
     match (passed, wanted) {
         (Address::Tcp { host, port }, Address::Tcp { host: name, port: wanted })
@@ -202,7 +201,7 @@ pub fn at_default(
 }
 
 /// The folder for sockets that only this user may use: `$XDG_RUNTIME_DIR/blockhouse`, or
-/// `blockhouse-UID` in the folder of temporary files. It is created if it does not exist.
+/// `blockhouse-UID` in the folder of temporary files. A missing folder is created.
 ///
 /// # Errors
 /// The folder cannot be created, or other users have access to it.

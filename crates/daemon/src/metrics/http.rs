@@ -2,8 +2,7 @@
 //! then closed.
 //!
 //! Guarantees: any other request is refused with a reply that gives the reason. A page of another
-//! site cannot read anything, whether it uses another name of this machine, a script, an image or a
-//! frame.
+//! site cannot read a reply, neither by DNS rebinding nor by a script, an image or a frame.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -101,9 +100,9 @@ const METHOD: Refusal =
 /// The host names that a request may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hosts {
-    /// Any name: only programs of this host can reach the socket.
+    /// Any name: browsers cannot connect to the Unix socket.
     Any,
-    /// Only names of the loopback addresses. This prevents DNS rebinding: if another site's name
+    /// Only names of the loopback addresses, against DNS rebinding: if another site's name
     /// resolves to this machine, requests of that site's page have that name in `Host`.
     Loopback,
 }

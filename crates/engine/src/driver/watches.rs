@@ -1,4 +1,4 @@
-//! The watches of a loop: which task waits for which event, and how the loop polls for it.
+//! The watches of a loop: for each eventfd, the waiting task and the poll source.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -6,20 +6,18 @@ use std::task::{Context, Poll, Waker};
 
 use crate::driver::adaptive_poll::EventSource;
 
-/// A source of events that a loop polls by itself, such as a ring in shared memory. The methods
-/// must not make or drop watches, or run a loop.
+/// A source of events that the loop polls, such as a ring in shared memory. The methods must not
+/// create or drop watches, or run a loop.
 pub trait PollSource {
-    /// Whether there is something to do. Called in every iteration of the loop, so it must be
-    /// quick.
+    /// Whether an event is pending. The loop calls this in every iteration, so it must be fast.
     fn is_ready(&self) -> bool;
 
-    /// Enables signals of the eventfd, because the loop is about to sleep. Returns whether there is
-    /// something to do already, checked after the signals are enabled.
+    /// Enables signals of the eventfd, because the loop is about to sleep. Returns whether an
+    /// event is pending, checked after the signals are enabled.
     fn enable_notify(&self) -> bool;
 }
 
-/// The poll source of an eventfd that is signalled at every event, so that nothing needs to be
-/// polled.
+/// The empty poll source, for an eventfd that is signalled at every event.
 impl PollSource for () {
     fn is_ready(&self) -> bool {
         false
@@ -34,7 +32,7 @@ impl PollSource for () {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WatchKey(pub(crate) u32);
 
-/// The events at the descriptor of a watch.
+/// The pending event of a watch, and the waker of its task.
 #[derive(Default)]
 pub(crate) struct Events {
     happened: Cell<bool>,
@@ -71,7 +69,7 @@ pub(crate) struct Watches {
 
 struct WatchEntry {
     key: WatchKey,
-    /// The event source in the loop's estimates.
+    /// The index in the loop's estimates (`adaptive_poll`).
     event_source: EventSource,
     events: Rc<Events>,
     poll_source: Rc<dyn PollSource>,
@@ -98,8 +96,9 @@ impl Watches {
         drop(entry);
     }
 
-    /// Passes an event to its watch, unless the watch was removed. Returns the event's source,
-    /// unless the loop has already polled the event: such an event does not predict the next one.
+    /// Passes an event to its watch, unless the watch was removed. Returns the event's source, but
+    /// not for `()`, and not for an event that was polled before: it does not predict the next
+    /// one.
     pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;
@@ -107,12 +106,13 @@ impl Watches {
         entry.poll_source.is_ready().then_some(entry.event_source)
     }
 
-    /// Polls all sources and signals those that are ready. Returns one of them.
+    /// Polls all poll sources and signals the watches of ready ones. Returns the last of these.
     pub(crate) fn find_ready(&self) -> Option<EventSource> {
         self.signal_those(|source| source.is_ready())
     }
 
-    /// Enables the notifications of all sources, before the loop sleeps. Returns one that is ready.
+    /// Enables the eventfds' signals before the loop sleeps; else as
+    /// [`find_ready`](Self::find_ready).
     pub(crate) fn enable_notify(&self) -> Option<EventSource> {
         self.signal_those(|source| source.enable_notify())
     }

@@ -1,16 +1,17 @@
-//! Tasks of one loop: futures that stay on their thread, in fair turns.
+//! Tasks of one loop: futures of its thread, scheduled fairly between parties.
 //!
-//! Each task belongs to a party. A party is a future submitted through a [`Handle`](crate::Handle),
-//! a client's connection or a guest's queue, with all tasks that it spawns. A party that computes
-//! for long (a task of it yields, or many of its tasks are ready at once) is *deferred*. Deferred
-//! parties run in turns of [`InFlightLimits::turn`], one party a turn, and between two turns the
-//! other parties run, with the completions that the kernel has for them. So a party that mostly
-//! waits for I/O is delayed by at most one such turn, whatever the other parties do. A deferred
-//! party gets a turn at least in every third iteration of the loop.
+//! Each task belongs to a party. A party is a future submitted through a
+//! [`Handle`](crate::Handle), such as a client's connection or a guest's queue, with all tasks
+//! that it spawns. A party is *deferred* if one of its tasks yields, or if many of its tasks are
+//! ready at once. An iteration of the loop runs at most one deferred party, for
+//! [`InFlightLimits::turn`]. Between two such turns the loop takes the kernel's completions and
+//! runs the other parties. So deferred parties delay a party that mostly waits for I/O by at most
+//! one turn, plus the poll at its end. At least every third iteration has a turn of a deferred
+//! party.
 //!
-//! A party that is the only one of its loop delays no other party. So all of its ready tasks are
-//! polled before the loop calls the kernel, and one system call submits the operations of all. This
-//! is limited in time, so that the kernel gets work meanwhile.
+//! A party that is alone on its loop delays no other party. So the loop polls all of its ready
+//! tasks before it calls the kernel, and one system call submits the operations of all. A time
+//! limit bounds the delay of the first operations.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -39,35 +40,34 @@ struct Work {
     waker: Waker,
 }
 
-/// Tasks that share turns.
+/// Tasks that are deferred together.
 #[derive(Default)]
 struct Party {
-    /// Whether it is deferred.
+    /// Whether the party is deferred.
     is_deferred: Cell<bool>,
     /// The ready tasks of the party while it is deferred.
     ready: RefCell<VecDeque<Arc<TaskHeader>>>,
-    /// The number of the last iteration in which its tasks were polled, and how many were polled in
-    /// it.
+    /// The last `iteration` in which `run_ready` polled the party, and the number of these polls.
     polls: Cell<(u64, u32)>,
-    /// How many tasks it has.
+    /// The number of the party's tasks.
     tasks: Cell<usize>,
 }
 
-/// How many tasks of a party are polled in an iteration before it is deferred.
+/// Polls of a party in one `run_ready` before the party is deferred.
 const MAX_POLLS: u32 = 32;
 
-/// For how long a party that is alone continues beyond [`MAX_POLLS`]. If its tasks compute for
-/// longer, the operations that the first ones started should not wait for the others.
+/// Time limit of a party that is alone and continues beyond [`MAX_POLLS`]. Without the limit, the
+/// operations of the first tasks would wait until all tasks were polled.
 const MAX_TIME_ALONE: Duration = Duration::from_millis(1);
 
-/// How many times in a row deferred parties let the others go first.
+/// Maximum iterations in a row that run other parties and no deferred one.
 const MAX_WAITS: u32 = 2;
 
-/// How many operations a task may do in one poll without waiting for any.
+/// Maximum operations that one poll of a task completes inline.
 const BUDGET: u32 = 32;
 
-/// The rest of the current poll's budget. An operation that completes inline never makes its task
-/// wait: without a bound, a task that does many of them would keep all others from running.
+/// The inline operations that the current poll has left. A task never waits for an operation that
+/// completes inline, so without a bound many of them would starve the other tasks.
 #[derive(Default)]
 pub(crate) struct Budget(Cell<u32>);
 
@@ -92,15 +92,15 @@ pub(crate) struct Tasks {
     table: RefCell<slab::Slab<TaskEntry>>,
     /// The budget of the task that is polled.
     pub(crate) budget: Budget,
-    /// The party of the task that is polled; outside of all tasks, the one for tasks that are
-    /// spawned there.
+    /// The party of the task that is polled. Outside of tasks: the party of the tasks that the
+    /// main future spawns.
     party: RefCell<Rc<Party>>,
     /// The deferred parties, the next one first.
     deferred: RefCell<VecDeque<Rc<Party>>>,
-    /// How often deferred parties let others go first since their last turn.
+    /// Iterations that ran other parties since the last turn of a deferred one.
     waited: Cell<u32>,
     iteration: Cell<u64>,
-    /// How many parties have tasks.
+    /// The number of parties with tasks.
     parties: Cell<usize>,
 }
 
@@ -120,7 +120,7 @@ impl Tasks {
         }
     }
 
-    /// Adds a future, ready to be polled, to the spawning party.
+    /// Adds a future to the current party, as a ready task.
     pub(crate) fn add(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
         let party = Rc::clone(&self.party.borrow());
         self.add_to(party, future);
@@ -141,20 +141,19 @@ impl Tasks {
         entry.insert(TaskEntry { header, party, work: Some(Work { future, waker }) });
     }
 
-    /// The waker of the future that `block_on` runs, which is marked as ready at first.
+    /// The waker of the main future of `block_on`. Also marks this future as ready.
     pub(crate) fn main_waker(&self) -> Waker {
         self.ready.set_main();
         Waker::from(TaskHeader::new(MAIN, QueuedFlag::new(false), &self.shared))
     }
 
-    /// The party of the task that is polled, as a number that no other party has while it exists.
+    /// The address of the current party, which is unique while the party exists.
     pub(crate) fn current_party(&self) -> usize {
         Rc::as_ptr(&self.party.borrow()).addr()
     }
 
-    /// Polls every task that is ready now, except those of deferred parties. Tasks that become
-    /// ready later wait for the next iteration, so that no task keeps the loop from its
-    /// completions.
+    /// Polls every task that is ready now, except tasks of deferred parties. Tasks that become
+    /// ready later wait for the next call, so that no task keeps the loop from its completions.
     pub(crate) fn run_ready(&self) {
         self.iteration.update(|number| number + 1);
         let count = self.ready.len();
@@ -165,7 +164,7 @@ impl Tasks {
                 self.poll(&header, &party, work);
                 let count = party.count_poll(self.iteration.get());
                 let is_enough = count.is_multiple_of(MAX_POLLS) && !self.may_go_on(start);
-                // A task that is ready again has yielded.
+                // A task that was woken during its poll counts as yielding.
                 if header.queued.is_set() || is_enough {
                     self.defer(party);
                 }
@@ -173,8 +172,8 @@ impl Tasks {
         }
     }
 
-    /// Gives the next deferred party its turn, unless other parties are ready and were preferred
-    /// fewer than [`MAX_WAITS`] times in a row.
+    /// Runs the next deferred party for a turn. If other parties are ready, the turn waits for
+    /// them up to [`MAX_WAITS`] times in a row.
     pub(crate) fn run_deferred(&self) {
         if self.deferred.borrow().is_empty() {
             return;
@@ -187,8 +186,8 @@ impl Tasks {
         self.waited.set(0);
         let next = self.deferred.borrow_mut().pop_front();
         let Some(party) = next else { return };
-        // The clock is not read again after a task that has read it itself. So a turn exceeds its
-        // limit by at most the work of the last task after its reading.
+        // The clock is not read again if the task has read it. Then the task's work after its
+        // reading counts as part of the next poll.
         let mut now = clock::now();
         let (end, end_alone) = (now + InFlightLimits::DEFAULT.turn, now + MAX_TIME_ALONE);
         let mut has_yielded = false;
@@ -239,7 +238,7 @@ impl Tasks {
         });
     }
 
-    /// Whether more tasks of the party whose polls began at `start` are polled.
+    /// Whether the party is alone, and [`MAX_TIME_ALONE`] has not passed since `start`.
     fn may_go_on(&self, start: Option<Timestamp>) -> bool {
         let goes_on = |start| clock::later_than(start) < start + MAX_TIME_ALONE;
         self.is_alone() && start.is_some_and(goes_on)
@@ -279,17 +278,17 @@ impl Tasks {
         } else {
             table.remove(header.index);
             self.discount_task(party);
-            // The drop of a future may wake or spawn tasks, or detach operations.
+            // The table is released first: the drop of a future may spawn tasks.
             drop(table);
             drop(work);
         }
         self.party.replace(outside);
     }
 
-    /// Takes the task's future to be polled, or passes the task to its party if that is deferred.
+    /// Takes the task's future for a poll. A task of a deferred party is queued there instead.
     fn take_work(&self, header: &Arc<TaskHeader>) -> Option<(Rc<Party>, Work)> {
         let mut table = self.table.borrow_mut();
-        // The slot may be empty, or belong to a later task: then this was a late wake-up.
+        // A late wake-up finds its slot empty, or occupied by a later task.
         let entry = table.get_mut(header.index).filter(|entry| Arc::ptr_eq(&entry.header, header));
         match entry {
             Some(entry) if entry.party.is_deferred.get() => {
@@ -297,8 +296,8 @@ impl Tasks {
                 None
             }
             Some(entry) => {
-                // Cleared before the poll, so that a wake-up during the poll queues the task for
-                // the next iteration.
+                // The flag is cleared before the poll, so that a wake-up during the poll queues
+                // the task again.
                 header.queued.clear();
                 Some((Rc::clone(&entry.party), entry.work.take()?))
             }
@@ -309,7 +308,7 @@ impl Tasks {
         }
     }
 
-    /// As [`take_work`](Self::take_work), for the party whose turn it is.
+    /// As [`take_work`](Self::take_work), in the turn of the task's party.
     fn take_deferred_work(&self, header: &Arc<TaskHeader>) -> Option<Work> {
         let mut table = self.table.borrow_mut();
         header.queued.clear();
@@ -317,7 +316,7 @@ impl Tasks {
         entry.and_then(|entry| entry.work.take())
     }
 
-    /// Drops all tasks, including those spawned during this, and clears the ready queue.
+    /// Drops all tasks, including tasks that these drops spawn, and clears all ready queues.
     pub(crate) fn clear(&self) {
         while !self.table.borrow().is_empty() {
             let table = self.table.take();
@@ -333,7 +332,7 @@ impl Tasks {
 }
 
 impl Party {
-    /// Counts a poll; returns how many of the party's tasks were polled in this iteration.
+    /// Counts a poll. Returns the number of the party's polls in this iteration.
     fn count_poll(&self, iteration: u64) -> u32 {
         let (last, polls) = self.polls.get();
         let polls = if last == iteration { polls + 1 } else { 1 };
@@ -346,8 +345,7 @@ impl Party {
 mod tests {
     use super::*;
 
-    /// How many of `count` tasks of one party are polled in one iteration, alone or beside another
-    /// party.
+    /// The polls in one `run_ready` of a party with `count` tasks, alone or beside another party.
     fn polled_at_once(count: usize, is_alone: bool) -> usize {
         let shared = LoopShared::new().expect("a loop");
         let tasks = Rc::new(Tasks::new(&shared));

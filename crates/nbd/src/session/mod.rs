@@ -1,9 +1,9 @@
 //! The transmission phase of one connection.
 //!
-//! A reader decodes requests, handlers execute them, a writer sends the replies; all are tasks of
-//! one thread. Guarantees: if a request fails, other requests are not affected. The requests and
-//! bytes in flight are bounded; the server reads no more until some complete. At the end every
-//! request that was read completes, and its reply is sent if the client is still connected.
+//! A reader decodes requests, handlers execute them, and a writer sends the replies; these tasks
+//! run on one thread. Guarantees: if a request fails, other requests are not affected. The
+//! requests and bytes in flight are bounded; at the limit the server stops reading. At the end
+//! every request that was read completes, and its reply is sent unless the connection is aborted.
 
 mod activity;
 mod block_status;
@@ -45,18 +45,18 @@ use crate::bitmap::ExportBitmap;
 use crate::handshake::NegotiatedOptions;
 use crate::tls::TlsChannel;
 
-/// The limits of one connection's requests in flight, and of its client's time.
+/// The limits of one connection: requests in flight, and time without progress.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnectionLimits {
-    /// Requests, and bytes of their payloads.
+    /// Requests in flight, and bytes of their data.
     pub in_flight: InFlightLimits,
-    /// Bytes of payloads that no other connection can have.
+    /// Bytes in flight that only this connection can use.
     pub reserved: usize,
-    /// How long the client may make no progress while it receives replies or sends a request.
+    /// Maximum time without progress while the client receives replies or sends a request.
     pub stall: Duration,
     /// As `stall`, after shutdown was requested.
     pub stall_at_end: Duration,
-    /// How long the client may send no request; `None` is no limit.
+    /// Maximum time without a request in flight; `None` is no limit.
     pub idle: Option<Duration>,
 }
 
@@ -74,28 +74,28 @@ pub struct Session<S: Storage> {
     pub access: Access,
     /// The options of the handshake.
     pub options: NegotiatedOptions,
-    /// The allocator of payloads' memory.
+    /// The allocator of payload memory.
     pub pool: BufferPool,
-    /// The limits of requests in flight, and of time.
+    /// The limits of this connection.
     pub limits: ConnectionLimits,
-    /// The limit that the payloads of all connections share.
+    /// The limit of bytes in flight that all connections share.
     pub byte_limit: Arc<ByteLimit>,
-    /// Whether the connection is busy, for other threads.
+    /// The connection's activity, which other threads read.
     pub activity: Arc<Activity>,
 }
 
-/// Why a session has ended.
+/// The reason why a session has ended.
 pub enum Outcome {
     /// The connection has ended.
     Ended(End),
-    /// The connection continues in another session. These bytes were received and belong to no
-    /// executed request; the other session parses them. All replies were sent.
+    /// The connection continues in another session, which parses these received bytes first: no
+    /// executed request contains them. All replies were sent.
     Paused(Vec<u8>),
 }
 
 impl<S: Storage> Session<S> {
-    /// Serves the connection to its end, or to a pause. `first` was received already; `shutdown`
-    /// ends or pauses it.
+    /// Serves the connection until it ends or pauses. `first` is data received before; `shutdown`
+    /// requests the end or the pause.
     pub async fn run(self, first: &[u8], shutdown: Arc<ShutdownSignal>) -> Outcome {
         let limits = self.limits;
         let activity = Arc::clone(&self.activity);
@@ -119,8 +119,8 @@ impl<S: Storage> Session<S> {
         if let End::Paused = end {
             return Outcome::Paused(unparsed);
         }
-        // If the client has ended the connection, no operation on the socket is in flight, so
-        // closing it is enough.
+        // After the client has ended the connection, no operation on the socket is in flight, so
+        // the close of the socket is enough.
         if !matches!(end, End::Disconnected | End::Closed) {
             state.stream.shutdown();
         }

@@ -1,4 +1,4 @@
-//! New VHDX images (\[MS-VHDX\]), dynamic and fixed ones, with an empty log.
+//! Creates VHDX images (\[MS-VHDX\]), dynamic or fixed, with an empty log.
 
 use blockhouse_core::Result;
 
@@ -11,12 +11,12 @@ use crate::foreign::new_parts::{FilePieces, NewBlocks, NewForeignOptions, Subfor
 const LOG: u64 = MIB;
 /// Offset of the checksum in headers and region tables.
 const CHECKSUM: usize = 4;
-/// Bytes of a physical sector: only a hint for the guest's alignment.
+/// Bytes of a physical sector, an alignment hint for the guest.
 const PHYSICAL_SECTOR: u32 = 4096;
 /// Bytes of the file type identifier.
 const FILE_TYPE: u64 = 64 << 10;
 
-/// An image that is being filled.
+/// A new image before its metadata is written.
 pub struct NewVhdx {
     size: u64,
     blocks: NewBlocks,
@@ -62,7 +62,7 @@ impl NewVhdx {
         let table = self.regions();
         let mut pieces = vec![(self.bat(), self.block_table()), (self.metadata(), self.items())];
         pieces.extend(regions::OFFSETS.map(|offset| (offset, table.clone())));
-        // The second header is the current one.
+        // The second header is current: its sequence number is higher.
         let headers = header::OFFSETS.into_iter().zip(1..);
         pieces.extend(headers.map(|(offset, sequence)| (offset, self.header(sequence))));
         pieces.push((0, file_type));
@@ -77,7 +77,7 @@ impl NewVhdx {
         self.metadata() + MIB
     }
 
-    /// Blocks between two entries of bitmaps in the BAT.
+    /// The chunk ratio: block entries between two sector bitmap entries.
     fn chunk_ratio(&self) -> u64 {
         BITMAP_SECTORS * u64::from(self.sector_size) / self.block_size
     }
@@ -99,7 +99,7 @@ impl NewVhdx {
         bytes.extend(sequence.to_le_bytes());
         bytes.extend(self.ids[0]);
         bytes.extend(self.ids[1]);
-        // An empty log.
+        // A nil LogGuid: the log is empty.
         bytes.extend(NIL);
         bytes.extend(header::LOG_VERSION.to_le_bytes());
         bytes.extend(header::VERSION.to_le_bytes());
@@ -158,7 +158,7 @@ impl NewVhdx {
         let mut bytes = Vec::with_capacity(self.bat_length() as usize);
         for (index, number) in (0..).zip(self.blocks.iter()) {
             if index > 0 && index % ratio == 0 {
-                // No bitmap: there is no parent.
+                // A sector bitmap, not present: the image has no parent.
                 bytes.extend([0; ENTRY_SIZE as usize]);
             }
             let entry = match number {
@@ -172,7 +172,7 @@ impl NewVhdx {
     }
 }
 
-/// The block size by QEMU's rule, which keeps both the table and the blocks small.
+/// QEMU's default block size, which grows with the disk to keep the BAT small.
 fn usual_block_size(size: u64) -> u64 {
     match size {
         _ if size > 32 << 40 => 64 * MIB,
@@ -182,7 +182,7 @@ fn usual_block_size(size: u64) -> u64 {
     }
 }
 
-/// Stores the CRC-32C of all bytes, computed with zeros in its own field.
+/// Stores the CRC-32C of all bytes in the checksum field, which must be zero before.
 fn seal(mut bytes: Vec<u8>) -> Vec<u8> {
     let sum = crc32c::crc32c(&bytes);
     put(&mut bytes, CHECKSUM, sum.to_le_bytes());

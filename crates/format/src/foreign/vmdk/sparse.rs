@@ -1,5 +1,4 @@
-//! A sparse extent: a directory of grain tables, whose entries have the locations of the disk's
-//! grains.
+//! A sparse extent: the grain directory points to grain tables, whose entries point to the grains.
 
 use blockhouse_core::{ByteRange, ExtentState, Result, Storage};
 
@@ -10,7 +9,7 @@ use crate::foreign::piece::Piece;
 use crate::foreign::refusal::corrupt;
 use crate::foreign::tables::Tables;
 
-/// Entry of a grain of zeros, if the header has the flag for it.
+/// Grain table entry for zeros, if the header has the flag `ZERO_GRAINS`.
 const ZERO_GRAIN: u32 = 1;
 /// Bytes of an entry of a grain table or the grain directory.
 pub(super) const ENTRY_SIZE: u64 = 4;
@@ -33,8 +32,8 @@ pub(super) enum Grain {
 }
 
 impl SparseExtent {
-    /// The piece of the extent from `at` on, at most up to the end of the grain. The extent begins
-    /// at `start` of the disk.
+    /// The piece of the extent from `at` on, at most up to the end of the grain, or of the range
+    /// of a missing grain table. The extent begins at `start` of the disk.
     ///
     /// # Errors
     /// `Corrupt` with the offset of the entry or grain; or errors of the storage.
@@ -83,8 +82,8 @@ impl SparseExtent {
         self.file.offset() + self.header.directory + index * ENTRY_SIZE
     }
 
-    /// The offset in the storage of grain table `index`, as its entry in the directory has it;
-    /// `None` if none of its grains was written.
+    /// The offset in the storage of grain table `index`, from its directory entry; `None` if the
+    /// table is not allocated.
     ///
     /// # Errors
     /// `Corrupt`, with the offset of the entry.
@@ -140,16 +139,16 @@ impl SparseExtent {
         }
     }
 
-    /// The bytes that a read needs of grain `index`: the last grain may end past the end of the
-    /// extent. The length of a compressed grain is not known before it is read.
+    /// The bytes of grain `index` that the file must have: those within the extent, at least one.
+    /// For a compressed grain always one, because its length is only in its marker.
     pub(super) fn needed_of(&self, index: u64) -> u64 {
         let grain_size = self.header.grain_size;
         let left = self.header.capacity.saturating_sub(index * grain_size);
         if self.header.is_compressed { 1 } else { left.clamp(1, grain_size) }
     }
 
-    /// The piece, from `inside` on, of a grain: its compressed data is at `host`, and its guest
-    /// range is `unit`.
+    /// The piece of a compressed grain from `inside` on. The grain's marker is at `host`, and its
+    /// guest range is `unit`.
     fn compressed(&self, host: u64, unit: ByteRange, inside: u64) -> Result<Piece> {
         let left = self.file.end() - host;
         let length = grain::max_length(self.header.grain_size).min(left);

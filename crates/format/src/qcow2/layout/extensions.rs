@@ -1,7 +1,6 @@
 //! Header extensions: records after the header, with a type, a length, and data padded to 8 bytes.
 //!
-//! This program interprets only extensions that affect how the image is read, and keeps the others
-//! unchanged.
+//! Unknown extensions are kept unchanged. The feature name table is dropped if it does not fit.
 
 use super::words::be32;
 
@@ -9,15 +8,15 @@ use super::words::be32;
 const END: u32 = 0;
 /// The name of the backing file's format.
 pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
-/// Persistent bitmaps of changed parts of the disk.
+/// The number of persistent dirty bitmaps, and their directory.
 pub(crate) const BITMAPS: u32 = 0x2385_2875;
-/// The name of the file that holds the guest's data.
+/// The name of the external data file.
 pub(crate) const DATA_FILE: u32 = 0x4441_5441;
-/// Offset and length of the encryption header in bytes: two 64-bit numbers.
+/// The encryption header pointer: offset and length in bytes, 64 bits each.
 pub(crate) const ENCRYPTION: u32 = 0x0537_be77;
-/// The file that a side file belongs to (`data_file_mark`).
+/// The mark of a side file, which stores bitmaps of a raw disk (`data_file_mark`).
 pub(crate) const SIDE_FILE: u32 = 0x424c_4b48;
-/// Names of feature bits, for messages about unknown ones.
+/// The feature name table, for messages about unknown features.
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 
 /// One extension.
@@ -28,8 +27,8 @@ pub(crate) struct Extension {
     pub(crate) data: Vec<u8>,
 }
 
-/// Reads the list that starts at `start` and must not pass `end`. An error has the reason and the
-/// offset of the invalid record.
+/// Parses the list between the offsets `start` and `end`. The error is the reason and the offset
+/// of the invalid record.
 pub(crate) fn parse(
     bytes: &[u8],
     start: usize,
@@ -76,8 +75,8 @@ pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
 /// Bytes of a record of [`FEATURE_NAMES`]: the kind of feature, its bit, and its name.
 const FEATURE_RECORD: usize = 48;
 
-/// The names of the features that the format knows: kind (0 incompatible, 1 compatible, 2
-/// autoclear), bit, name. QEMU stores the same names, so all programs show one name for a feature.
+/// The features in the qcow2 specification: kind (0 incompatible, 1 compatible, 2 autoclear), bit,
+/// name. The names are those of QEMU, so that a feature has one name in all programs.
 const KNOWN_FEATURES: [(u8, u8, &str); 8] = [
     (0, 0, "dirty bit"),
     (0, 1, "corrupt bit"),
@@ -89,8 +88,8 @@ const KNOWN_FEATURES: [(u8, u8, &str); 8] = [
     (2, 1, "raw external data"),
 ];
 
-/// The extension with the names of all features that this program knows. Programs that do not know
-/// a feature show its name in messages.
+/// The feature name table of this program. Programs that do not know a feature show its name in
+/// messages.
 pub(crate) fn feature_names() -> Extension {
     let record = |(kind, bit, name): (u8, u8, &str)| {
         let mut record = vec![kind, bit];
@@ -101,9 +100,9 @@ pub(crate) fn feature_names() -> Extension {
     Extension { kind: FEATURE_NAMES, data: KNOWN_FEATURES.into_iter().flat_map(record).collect() }
 }
 
-/// The name that the image itself stores for an incompatible feature.
+/// The name of an incompatible feature in the image's feature name table.
 pub(crate) fn incompatible_feature_name(extensions: &[Extension], bit: u32) -> Option<String> {
-    // The last record may be short. The rest of its name counts as zeros.
+    // A truncated last record ends the name.
     let records = find(extensions, FEATURE_NAMES)?.chunks(FEATURE_RECORD);
     let wanted = |record: &&[u8]| record.len() > 2 && record[0] == 0 && u32::from(record[1]) == bit;
     let name = records.filter(wanted).map(|record| &record[2..]).next()?;
