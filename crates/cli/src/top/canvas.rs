@@ -154,8 +154,7 @@ impl Canvas {
         for (number, (line, _)) in lines.filter(|(_, (line, shown))| line != shown) {
             queue!(out, MoveTo(0, number as u16))?;
             for run in line.chunk_by(|(_, one), (_, other)| one == other) {
-                let chars = run.iter().map(|(char, _)| char).filter(|char| **char != CONTINUED);
-                queue!(out, PrintStyledContent(run[0].1.apply(chars.collect::<String>())))?;
+                queue!(out, PrintStyledContent(run[0].1.apply(characters(run))))?;
             }
         }
         Ok(())
@@ -164,11 +163,13 @@ impl Canvas {
     /// The characters, line by line.
     #[cfg(test)]
     pub fn content(&self) -> String {
-        let line = |line: &[(char, ContentStyle)]| {
-            line.iter().map(|(char, _)| char).filter(|char| **char != CONTINUED).collect()
-        };
-        self.cells.chunks(self.area.width.max(1)).map(line).collect::<Vec<String>>().join("\n")
+        self.cells.chunks(self.area.width.max(1)).map(characters).collect::<Vec<_>>().join("\n")
     }
+}
+
+/// The characters of adjacent cells.
+fn characters(cells: &[(char, ContentStyle)]) -> String {
+    cells.iter().map(|(char, _)| *char).filter(|char| *char != CONTINUED).collect()
 }
 
 /// Divides a text into lines of at most `width` characters, at spaces where possible.

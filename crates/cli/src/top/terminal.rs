@@ -10,7 +10,7 @@ use crossterm::{execute, queue};
 
 use super::canvas::Canvas;
 
-/// Whether a [`Terminal`] is to be restored.
+/// The state of the terminal: true until it is restored.
 static IS_TAKEN: AtomicBool = AtomicBool::new(false);
 
 /// The terminal. Its screen, its cursor and its mode are restored when this value is dropped, and
@@ -59,7 +59,7 @@ impl Drop for Terminal {
     }
 }
 
-/// Restores the terminal, once. There is nobody to tell of errors: the terminal is gone.
+/// Restores the terminal, once. Errors are ignored: the terminal may be gone.
 fn restore() {
     if IS_TAKEN.swap(false, Ordering::SeqCst) {
         _ = terminal::disable_raw_mode();

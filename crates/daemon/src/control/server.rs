@@ -159,8 +159,8 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     .await;
 }
 
-/// Accepts clients until the server ends, and serves up to 16 at once. Returns when
-/// all clients have ended.
+/// Accepts clients until the server ends, and serves a fixed number at once. Returns when all
+/// clients have ended.
 pub async fn accept_clients<'a>(
     listener: Listener,
     stopped: Stopped,

@@ -134,7 +134,7 @@ impl Service {
     /// Serves a monitor at sockets that listen, after its first commands.
     ///
     /// # Errors
-    /// Those of [`MonitorProtocol::start`], and the error of the first command that fails.
+    /// The errors of [`MonitorProtocol::start`], and of the first command that fails.
     pub(crate) fn add_monitor(
         &mut self,
         protocol: &dyn MonitorProtocol,
