@@ -68,7 +68,7 @@ const STEPS: &[Step] = &[
     }),
     ("test", |workspace, changes| {
         let is_whole = matches!(changes, Changes::Everything(reason) if reason == ALL);
-        test::run(workspace, &[], if is_whole { Seeds::All } else { Seeds::Quarter })
+        test::run(workspace, &[], if is_whole { Seeds::All } else { Seeds::Quarter }, true)
     }),
     ("kill", |workspace, changes| {
         if !changes.reach(KILL) {

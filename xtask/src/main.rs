@@ -104,7 +104,7 @@ fn main() -> ExitCode {
 fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
     match task {
         Task::Test { args, all_seeds } => {
-            test::run(workspace, &args, if all_seeds { Seeds::All } else { Seeds::Quarter })
+            test::run(workspace, &args, if all_seeds { Seeds::All } else { Seeds::Quarter }, false)
         }
         Task::Loom => loom::run(workspace),
         Task::Fuzz(options) => fuzz::run(workspace, &options),

@@ -31,8 +31,9 @@ pub enum Seeds {
 type Environment = Vec<(&'static str, OsString)>;
 
 /// Runs all tests and the loom models, or only the tests that `args` (for `cargo test`) select.
-/// These explore all their seeds.
-pub fn run(workspace: &Workspace, args: &[String], seeds: Seeds) -> Result<()> {
+/// These explore all their seeds. With `repeat`, all tests are run, and black-box tests may fail
+/// once.
+pub fn run(workspace: &Workspace, args: &[String], seeds: Seeds, repeat: bool) -> Result<()> {
     apt::require(apt::FOR_TESTS)?;
     if let Err(error) = apt::require(apt::FOR_CEPH) {
         // The tests that need it are skipped with a message.
@@ -45,7 +46,7 @@ pub fn run(workspace: &Workspace, args: &[String], seeds: Seeds) -> Result<()> {
         if matches!(seeds, Seeds::Quarter) && std::env::var_os(ONE_SEED_IN).is_none() {
             environment.push((ONE_SEED_IN, "4".into()));
         }
-        test_programs::run(workspace, &built, &environment)?;
+        test_programs::run(workspace, &built, &environment, repeat)?;
         process::run(cargo_test(workspace, &["--doc".to_owned()], environment))?;
         return loom::run(workspace);
     }

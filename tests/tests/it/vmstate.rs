@@ -54,6 +54,26 @@ fn machine_told_by(teller: &str, memory: &Path, options: &[&str]) -> Outcome {
     run_within(LIMIT, &mut qemu).success()
 }
 
+/// Streams the state of a paused machine into a shell command, and waits until that command ends:
+/// QEMU itself does not wait for it if `quit` follows at once.
+fn migrate(memory: &Path, receiver: &str) {
+    let script = memory.with_extension("monitor");
+    let ended = memory.with_extension("ended");
+    let receiver = format!("{receiver}; touch {}", str(&ended));
+    let commands = format!(
+        "migrate_set_parameter max-bandwidth 100G\nmigrate \"exec:{receiver}\"\ninfo migrate\n"
+    );
+    std::fs::write(&script, commands).expect("room");
+    let teller = format!("cat {}; {}; echo quit", str(&script), until_exists(&ended));
+    let migrated = machine_told_by(&teller, memory, &[]);
+    assert!(!migrated.stdout.contains("failed"), "{}", migrated.describe("it migrates"));
+}
+
+/// A shell command that waits for a file.
+fn until_exists(file: &Path) -> String {
+    format!("until [ -e {} ]; do sleep 0.1; done", str(file))
+}
+
 fn drive(image: &Path) -> String {
     format!("if=none,id=d,format=qcow2,file={}", str(image))
 }
@@ -79,15 +99,9 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
 
     // Blockhouse stores a state that QEMU streams, and QEMU starts from it.
     let ours = new_image(&scratch, "ours.qcow2", "64M");
-    let migrate = format!(
-        "migrate_set_parameter max-bandwidth 100G\n\
-         migrate \"exec:{blockhouse} vmstate save {} one\"\ninfo migrate\n",
-        str(&ours)
-    );
-    let migrated = machine(&memory, &[], &migrate);
-    assert!(!migrated.stdout.contains("failed"), "{}", migrated.describe("it migrates"));
+    migrate(&memory, &format!("{blockhouse} vmstate save {} one", str(&ours)));
     let listed = qemu_img(&["snapshot", "-l", str(&ours)]).success().stdout;
-    assert!(listed.contains("one"), "{listed}; {}", migrated.describe("it was stored"));
+    assert!(listed.contains("one"), "{listed}");
     qemu_img(&["check", str(&ours)]).success();
     let restored = empty_memory(&scratch, "restored");
     machine(&restored, &["-drive", &drive(&ours), "-loadvm", "one"], "");
@@ -99,7 +113,7 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
         format!("exec:{blockhouse} vmstate load {} one && touch {}", str(&ours), str(&sent));
     let received = empty_memory(&scratch, "restored");
     // When everything is sent, QEMU soon reads the rest of the pipe.
-    let teller = format!("until [ -e {} ]; do sleep 0.1; done; sleep 3; echo quit", str(&sent));
+    let teller = format!("{}; sleep 3; echo quit", until_exists(&sent));
     machine_told_by(&teller, &received, &["-incoming", &incoming]);
     same_memory(&memory, &received);
 
@@ -132,7 +146,7 @@ fn packed_states_are_started_from_too() {
     let image = scratch.path("packed.qcow2");
     command(&["create", "-o", "compression_type=zstd", str(&image), "64M"]).success();
     let stream = scratch.path("stream");
-    machine(&memory, &[], &format!("migrate \"exec:cat > {}\"\n", str(&stream)));
+    migrate(&memory, &format!("cat > {}", str(&stream)));
     let script = format!(
         "{} vmstate save --compress zstd {} one < {}",
         str(blockhouse()),
