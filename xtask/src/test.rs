@@ -46,22 +46,23 @@ pub fn run(workspace: &Workspace, args: &[String], seeds: Seeds, repeat: bool) -
         if matches!(seeds, Seeds::Quarter) && std::env::var_os(ONE_SEED_IN).is_none() {
             environment.push((ONE_SEED_IN, "4".into()));
         }
-        test_programs::run(workspace, &built, &environment, repeat)?;
-        process::run(cargo_test(workspace, &["--doc".to_owned()], environment))?;
-        return loom::run(workspace);
+        let doc = || cargo_test(workspace, &["--doc".to_owned()], &environment);
+        let models: test_programs::Work<'_> = Box::new(|| loom::run(workspace));
+        let others = vec![models, Box::new(|| process::run(doc()))];
+        return test_programs::run(workspace, &built, &environment, repeat, others);
     }
     let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
     let binary = build_binary(workspace, if release { Profile::Release } else { Profile::Dev })?;
     environment.push((BINARY, binary.into()));
-    process::run(cargo_test(workspace, args, environment))
+    process::run(cargo_test(workspace, args, &environment))
 }
 
-fn cargo_test(workspace: &Workspace, args: &[String], environment: Environment) -> Command {
+fn cargo_test(workspace: &Workspace, args: &[String], environment: &Environment) -> Command {
     let mut tests = cargo(["test"]);
     if !args.iter().any(|arg| arg == "-p" || arg.starts_with("--package")) {
         tests.arg("--workspace");
     }
-    tests.args(args).current_dir(workspace.root()).envs(environment);
+    tests.args(args).current_dir(workspace.root()).envs(environment.iter().cloned());
     // More threads than processors: black-box tests wait for other processes for more than half of
     // their time.
     test_programs::set_threads(&mut tests, 4);

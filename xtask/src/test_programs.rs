@@ -31,6 +31,9 @@ const REPETITIONS: usize = 3;
 /// The packages whose programs take minutes. They start first.
 const LONGEST: [&str; 2] = [BLACK_BOX, "blockhouse-disk"];
 
+/// Something that can fail, and that runs beside test programs.
+pub type Work<'a> = Box<dyn Fn() -> Result<()> + Sync + 'a>;
+
 /// A test program.
 struct Program {
     package: String,
@@ -40,16 +43,18 @@ struct Program {
     folder: PathBuf,
 }
 
-/// Runs all test programs with the additional `environment`. With `repeat`, black-box tests may
-/// fail once, if they pass when they are repeated.
+/// Runs all test programs with the additional `environment`, and `others` beside the shorter ones.
+/// With `repeat`, black-box tests may fail once, if they pass when they are repeated.
 ///
 /// # Errors
-/// A program failed. Programs that run at that time are waited for, and no other is started.
+/// A program or one of `others` failed. What runs at that time is waited for, and nothing else is
+/// started.
 pub fn run(
     workspace: &Workspace,
     built: &Built,
     environment: &[(&'static str, OsString)],
     repeat: bool,
+    others: Vec<Work<'_>>,
 ) -> Result<()> {
     let mut programs: Vec<_> =
         built.artifacts().iter().filter_map(|artifact| Program::of(artifact, workspace)).collect();
@@ -60,7 +65,14 @@ pub fn run(
     let logs = workspace.target().join("test-logs");
     std::fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
     println!("xtask: {} test programs; their logs are in {}", programs.len(), logs.display());
-    workers::side_by_side(&programs, |program| program.run(&logs, environment, repeat))
+    let logs = &logs;
+    let mut work: Vec<Work<'_>> = Vec::new();
+    for program in &programs {
+        work.push(Box::new(move || program.run(logs, environment, repeat)));
+    }
+    let longest = programs.partition_point(|program| LONGEST.contains(&&*program.package));
+    work.splice(longest..longest, others);
+    workers::side_by_side(&work, |work| work())
 }
 
 /// Makes `tests` run `for_two` tests at once for each pair of processors, unless the user sets a

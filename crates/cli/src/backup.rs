@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{ByteRange, ToolProgress};
+use blockhouse_core::{ByteRange, ToolProgress, rare};
 use blockhouse_disk::{
     Access, AllowedPaths, Backing, CompareJob, CopyJob, CopyOptions, DirtyMap, IfExists, ImageDisk,
     ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name, exists,
@@ -196,8 +196,8 @@ impl Arguments {
         chunk: ByteRange,
         progress: &ToolProgress,
     ) -> blockhouse_core::Result<()> {
-        if !(self.resume && copy.is_copied(chunk).await?) {
-            copy.copy(chunk).await?;
+        if !(self.resume && rare(copy.is_copied(chunk)).await?) {
+            rare(copy.copy(chunk)).await?;
         }
         progress.advance(chunk.length());
         Ok(())

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
-use blockhouse_core::{Storage, ToolProgress};
+use blockhouse_core::{Storage, ToolProgress, rare};
 use blockhouse_disk::{
     CheckReport, IfCorrupt, ImageFormat, ImageOptions, PendingChanges, Purpose, format_by_name,
     open, open_storage, replay_state, warn_of_mark,
@@ -201,7 +201,7 @@ async fn repair_image(
     let options = ImageOptions { format: Some(format), ..options };
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_storage(image, options).await?;
-    let repaired = repair_with(&storage, what, progress).await?;
+    let repaired = rare(repair_with(&storage, what, progress)).await?;
     storage.close().await?;
     Ok(Outcome::Repaired(repaired, format.as_str()))
 }

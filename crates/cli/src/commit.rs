@@ -77,7 +77,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         base.is_none_or(|base| is_named(&image, base, behind))
     };
     let CommitChain { overlay, base, between } =
-        event_loop.block_on(CommitChain::open(&image, options, is_base))?;
+        event_loop.block_on(CommitChain::open(&image, options, &is_base))?;
     if arguments.base.is_none() && !between.is_empty() {
         bail!("{}: its options name another backing file than it has", image.display());
     }

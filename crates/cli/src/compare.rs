@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
+use blockhouse_core::rare;
 use blockhouse_disk::{
     CompareJob, ImageDisk, ImageFormat, ImageOptions, Locking, first_status_difference, open,
 };
@@ -142,7 +143,7 @@ fn difference(
         if one.size() != other.size() {
             return Ok(Difference::Size);
         }
-        let found = event_loop.block_on(first_status_difference(one, other));
+        let found = event_loop.block_on(rare(first_status_difference(one, other)));
         if let Some(offset) = found.map_err(|error| (error.into(), MAP_NOT_READ))? {
             return Ok(Difference::Status(offset));
         }

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, Fallback, Request, Storage, ToolProgress, Unmap};
+use blockhouse_core::{
+    ByteRange, Durability, Fallback, Request, Storage, ToolProgress, Unmap, rare,
+};
 use blockhouse_disk::{
     AllowedPaths, CacheMode, CopyJob, CopyOptions, IfExists, ImageDisk, ImageFormat, ImageOptions,
     Purpose, StateUse, TargetContent, check_apart, check_new_apart, check_new_name, exists,
@@ -594,7 +596,8 @@ impl TargetSpec<'_> {
                 let range = ByteRange::between(0, self.size);
                 let (unmap, fallback, durability) =
                     (Unmap::Allowed, Fallback::Allowed, Durability::None);
-                disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
+                rare(disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }))
+                    .await?;
                 TargetContent::Zero
             }
         };

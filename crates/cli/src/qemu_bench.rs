@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use blockhouse_config::size;
-use blockhouse_core::{Buffer, Durability, Request};
+use blockhouse_core::{Buffer, Durability, Request, rare};
 use blockhouse_disk::{ImageDisk, ImageFormat, ImageOptions, Locking, open};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 use futures_util::future::try_join_all;
@@ -149,7 +149,7 @@ impl Requests<'_> {
             left -= group;
             try_join_all((0..group.min(*depth)).map(|_| self.send_in_turns(left))).await?;
             if flush_interval.is_some_and(|interval| interval == group) && !no_drain {
-                self.disk.submit(Request::Flush).await?;
+                rare(self.disk.submit(Request::Flush)).await?;
             }
         }
         Ok(())
@@ -165,17 +165,15 @@ impl Requests<'_> {
         while let Some(left) = self.left.get().checked_sub(1) {
             self.left.set(left);
             let offset = self.offset();
-            self.disk
-                .submit(if *write {
-                    let durability = Durability::None;
-                    Request::Write { offset, from: buffer.lend(), durability }
-                } else {
-                    Request::Read { offset, into: buffer.lend() }
-                })
-                .await?;
+            let request = if *write {
+                Request::Write { offset, from: buffer.lend(), durability: Durability::None }
+            } else {
+                Request::Read { offset, into: buffer.lend() }
+            };
+            rare(self.disk.submit(request)).await?;
             let is_last = |interval: u32| (later + left).is_multiple_of(interval);
             if *no_drain && flush_interval.is_some_and(is_last) {
-                self.disk.submit(Request::Flush).await?;
+                rare(self.disk.submit(Request::Flush)).await?;
             }
         }
         Ok(())

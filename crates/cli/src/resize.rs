@@ -4,7 +4,9 @@ use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, ErrorKind, Request, Storage, SyncMode, ToolProgress};
+use blockhouse_core::{
+    ByteRange, Durability, ErrorKind, Request, Storage, SyncMode, ToolProgress, rare,
+};
 use blockhouse_disk::{ImageDisk, ImageFormat, open, take_space};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::SpaceMode;
@@ -98,7 +100,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     {
         let taken = ToolProgress::default();
         let added = ByteRange::between(old, size);
-        let work = || Ok(event_loop.block_on(take_space(&disk, added, mode, &taken))?);
+        let work = || Ok(event_loop.block_on(rare(take_space(&disk, added, mode, &taken)))?);
         if let Err(error) = progress.beside(|| taken.get(), work) {
             return Err(event_loop.block_on(take_back(&disk, added, error)));
         }
@@ -159,7 +161,7 @@ async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> an
     let undo = async {
         // The range is discarded first, because making the disk shorter may need space for
         // metadata.
-        disk.submit(Request::Discard { range: added, durability }).await?;
+        rare(disk.submit(Request::Discard { range: added, durability })).await?;
         disk.flush().await?;
         disk.shrink(added.offset()).await
     };

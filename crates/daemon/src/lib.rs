@@ -32,6 +32,8 @@ mod sandbox;
 mod server;
 mod service;
 
+// The I/O path is used as it was compiled there.
+use blockhouse_instances as _;
 pub use endpoints::sockets::runtime_folder;
 pub use launcher::{WORD as LAUNCH_WORD, run as launch};
 pub use process::workers::Workers;

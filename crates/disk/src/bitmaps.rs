@@ -96,7 +96,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         let transient = self.disk.transient_bitmaps.get();
         let mut all = match self.disk.begin_use().format().bitmaps() {
             Err(_) if !transient.is_empty() => Vec::new(),
-            bitmaps => bitmaps?.list().await?,
+            bitmaps => rare(bitmaps?.list()).await?,
         };
         all.extend(transient.described());
         Ok(all)
@@ -160,7 +160,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
                 );
                 return Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()));
             }
-            return bitmaps.extents(name, range, max).await;
+            return rare(bitmaps.extents(name, range, max)).await;
         }
         self.extents(name, range, max).await
     }
@@ -215,7 +215,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
             if self.is_transient(&new.name) {
                 Err(is_there(&new.name))
             } else {
-                bitmaps.add(new).await
+                rare(bitmaps.add(new)).await
             }
         })
         .await
@@ -259,7 +259,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
             return Err(self.refuse_merge(name, source_name, "they are of two disks"));
         }
         let source = source.format().bitmaps()?;
-        self.while_quiesced(async |bitmaps| bitmaps.merge(name, &source, source_name).await).await
+        self.while_quiesced(async |bitmaps| rare(bitmaps.merge(name, &source, source_name)).await)
+            .await
     }
 
     fn refuse_merge(&self, name: &str, source: &str, why: &str) -> Error {
@@ -296,7 +297,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     async fn prepare_image(&self) -> Result<()> {
         self.disk.check_writable()?;
         self.disk.format().bitmaps()?;
-        flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
+        rare(flush_ahead(&[self.disk], SyncMode::Data)).await.map(drop)
     }
 
     /// Divides `changes`. Returns the changes of the image's bitmaps, and the set of bitmaps in
@@ -412,7 +413,7 @@ pub async fn change_bitmaps<S: Storage>(
             meeting.fail(error);
         }
     };
-    join_all(all.iter().map(change)).await;
+    rare(join_all(all.iter().map(change))).await;
     let (failed, error) = (meeting.failed.into_inner(), meeting.error.into_inner());
     match error {
         None => Ok(()),

@@ -55,7 +55,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// # Errors
     /// `Unsupported` for a format without snapshots; `Corrupt` if the table contradicts the format.
     pub async fn list(&self) -> Result<Vec<Snapshot>> {
-        self.disk.begin_use().format().snapshots()?.list().await
+        rare(self.disk.begin_use().format().snapshots()?.list()).await
     }
 
     /// The parts of `range` that have changed since a snapshot was taken, in order. `range` lies
@@ -124,7 +124,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
                 }),
                 Err(error) => Err(error),
             };
-        snapshots.give_back().await;
+        rare(snapshots.give_back()).await;
         outcome
     }
 
@@ -194,7 +194,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// As [`create`](Self::create); `InvalidInput` when there is no such snapshot.
     pub async fn apply(&self, name: &str) -> Result<Pause> {
         let apply = async |snapshots: &Snapshots<'_, _>| {
-            snapshots.apply(name).await?;
+            rare(snapshots.apply(name)).await?;
             // If memory is too short for the new size, the transient bitmaps are lost.
             let size = self.disk.size();
             let bitmaps = self.disk.transient_bitmaps.get().resized(size).unwrap_or_default();
@@ -224,7 +224,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         is_cancelled: impl Fn() -> bool,
     ) -> Result<Option<Pause>> {
         let at_once = async || {
-            let delete = async |snapshots: &Snapshots<'_, _>| snapshots.delete(name).await;
+            let delete = async |snapshots: &Snapshots<'_, _>| rare(snapshots.delete(name)).await;
             self.while_quiesced(delete).await
         };
         let plan = SnapshotPlan::Delete(name.to_owned());
@@ -237,8 +237,9 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` when there is no such snapshot.
     pub async fn rename(&self, name: &str, new_name: &str) -> Result<Pause> {
-        let renamed =
-            self.while_quiesced(async |snapshots| snapshots.rename(name, new_name).await).await?;
+        let renamed = self
+            .while_quiesced(async |snapshots| rare(snapshots.rename(name, new_name)).await)
+            .await?;
         Ok(renamed.1)
     }
 

@@ -42,7 +42,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage, SyncMode};
+use blockhouse_core::{
+    Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage, SyncMode, rare,
+};
 use blockhouse_disk::{
     ChangeObserver, DirtyMap, Disk, MARK_BYTES, RangeCopy, flush_ahead, mark_incomplete,
 };
@@ -344,7 +346,7 @@ impl<S: Storage> Mirror<S> {
             self.finish_copier();
             outcome
         };
-        let (steps, copied, ()) = join3(steps, copying, self.let_guest_go()).await;
+        let (steps, copied, ()) = rare(join3(steps, copying, self.let_guest_go())).await;
         self.copier.tell_progress();
         match (steps, copied) {
             (Ok((completion, pause)), _) => JobEnd::Completed { completion, pause },

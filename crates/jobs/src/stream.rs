@@ -28,7 +28,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Error, Result, Storage};
+use blockhouse_core::{Error, Result, Storage, rare};
 use blockhouse_disk::{
     BackedRange, BlockStatusCache, Disk, FurtherBase, LayerCommit, PopulatingGuard,
 };
@@ -153,7 +153,7 @@ impl<S: Storage> Stream<S> {
     /// Runs the job, and ends as its control requests; the caller passes the [end](JobControl::end)
     /// to the control.
     pub async fn run(&self) -> JobEnd {
-        let outcome = self.take_steps().await;
+        let outcome = rare(self.take_steps()).await;
         match outcome {
             Ok(Some(pause)) => JobEnd::Completed { completion: Completion::Switch, pause },
             Ok(None) => JobEnd::Cancelled,

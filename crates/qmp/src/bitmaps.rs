@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
+use blockhouse_core::rare;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -49,7 +50,7 @@ pub(super) async fn digest(context: &Rc<Context>, mut given: Arguments) -> Retur
     Changes::default().check_exists(context, &disk, &name).await?;
     let running = context.running.disks().find(&disk);
     let running = running.ok_or_else(|| QmpError::no_node(&node, &node))?;
-    let dirty = running.disk.bitmaps().copy(&name, 1).await;
+    let dirty = rare(running.disk.bitmaps().copy(&name, 1)).await;
     let dirty = dirty.map_err(|error| QmpError::generic(error.to_string()))?;
     let mut hash = Sha256::new();
     dirty.words().for_each(|word| hash.update(word.to_le_bytes()));

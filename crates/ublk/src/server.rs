@@ -11,7 +11,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
-use blockhouse_core::{Storage, errno};
+use blockhouse_core::{Storage, errno, rare};
 use blockhouse_disk::{ClientGuard, Disk, ExportKind};
 use blockhouse_engine::{Handle, Submission, UblkControl, UblkDevice, UblkInfo, ublk_flag};
 use parking_lot::Mutex;
@@ -243,7 +243,7 @@ fn spawn_queues<S: Storage + Send + Sync>(
         let served = Served { disk: Arc::clone(disk), durability, gate: Arc::clone(&gate) };
         let (fetched, unexpected) = (sender.clone(), Arc::clone(unexpected));
         let serve = move || async move {
-            queue::run(tags, served, fetched).await;
+            rare(queue::run(tags, served, fetched)).await;
             unexpected.queue_has_ended();
         };
         Queue { gate, end: event_loop.spawn(serve) }

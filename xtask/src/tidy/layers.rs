@@ -21,6 +21,7 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-ublk", 4),
     ("blockhouse-kernel-nbd", 4),
     ("blockhouse-jobs", 4),
+    ("blockhouse-instances", 5),
     ("blockhouse-config", 5),
     ("blockhouse-daemon", 6),
     ("blockhouse-qmp", 7),

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_core::{Buffer, Durability, Request, Storage};
+use blockhouse_core::{Buffer, Durability, Request, Storage, rare};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 use futures_util::future::try_join_all;
@@ -318,11 +318,13 @@ async fn one_request<S: Storage>(
     buffer: &mut Buffer,
 ) -> blockhouse_core::Result<()> {
     let durability = match work {
-        Work::Read => return disk.submit(Request::Read { offset, into: buffer.lend() }).await,
+        Work::Read => {
+            return rare(disk.submit(Request::Read { offset, into: buffer.lend() })).await;
+        }
         Work::Write | Work::WriteThenFlush => Durability::None,
         Work::DurableWrite => Durability::Data,
     };
-    disk.submit(Request::Write { offset, from: buffer.lend(), durability }).await?;
+    rare(disk.submit(Request::Write { offset, from: buffer.lend(), durability })).await?;
     match work {
         Work::WriteThenFlush => disk.flush().await,
         _ => Ok(()),

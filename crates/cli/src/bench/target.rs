@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use blockhouse_core::{Buffer, Durability, Request};
+use blockhouse_core::{Buffer, Durability, Request, rare};
 use blockhouse_disk::{
     Access, CacheMode, ImageDisk, ImageFormat, ImageOptions, Options, StateUse, create,
     open_storage,
@@ -191,7 +191,7 @@ async fn fill(disk: &ImageDisk, size: u64, stop: &Stop) -> Result<()> {
     for offset in (0..size).step_by(CHUNK_SIZE) {
         stop.check()?;
         let from = buffer.lend();
-        disk.submit(Request::Write { offset, from, durability: Durability::None }).await?;
+        rare(disk.submit(Request::Write { offset, from, durability: Durability::None })).await?;
     }
     Ok(disk.flush().await?)
 }

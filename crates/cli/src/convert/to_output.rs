@@ -7,7 +7,7 @@ use std::io::IsTerminal;
 use std::sync::Arc;
 
 use anyhow::Result;
-use blockhouse_core::{Buffer, ByteRange, Request, ToolProgress};
+use blockhouse_core::{Buffer, ByteRange, Request, ToolProgress, rare};
 use blockhouse_disk::{ImageDisk, ImageFormat};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use futures_util::stream::{self, StreamExt};
@@ -86,7 +86,7 @@ async fn write(sources: &[Arc<ImageDisk>], progress: &ToolProgress) -> Result<()
 async fn read(source: &ImageDisk, start: u64) -> Result<Buffer> {
     let range = ByteRange::between(start, (start + PIECE).min(source.size()));
     let mut buffer = Buffer::try_new(range.length() as usize)?;
-    source.submit(Request::Read { offset: start, into: buffer.lend() }).await?;
+    rare(source.submit(Request::Read { offset: start, into: buffer.lend() })).await?;
     Ok(buffer)
 }
 

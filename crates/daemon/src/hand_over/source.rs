@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_config::offers::{ExportOptions, Offer as ExportOffer};
-use blockhouse_core::SyncMode;
+use blockhouse_core::{SyncMode, rare};
 use blockhouse_disk::{Access, FlushedAhead, flush_ahead, is_inactive};
 use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
@@ -311,7 +311,7 @@ fn flush_disks_ahead(service: &Service) -> FlushedAhead {
     service.workers().run(move || async move {
         let disks: Vec<_> = disks.iter().map(|disk| &*disk.disk).collect();
         // A failure is ignored: `settle` flushes the images again and reports it.
-        flush_ahead(&disks, SyncMode::Data).await.unwrap_or_default()
+        rare(flush_ahead(&disks, SyncMode::Data)).await.unwrap_or_default()
     })
 }
 

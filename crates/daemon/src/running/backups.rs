@@ -19,7 +19,7 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_config::offers::ExportOptions;
-use blockhouse_core::{Error, ErrorKind};
+use blockhouse_core::{Error, ErrorKind, rare};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options,
 };
@@ -385,7 +385,7 @@ async fn copy_bitmap(disk: &RunningDisk, name: &str) -> Result<ExportBitmap> {
 /// A copy of a bitmap in memory.
 pub(super) async fn copied(disk: &RunningDisk, bitmap: &str) -> Result<DirtyMap> {
     let least = DirtyMap::min_granularity(disk.disk.size(), MAX_BITMAP_BYTES);
-    Ok(disk.disk.bitmaps().copy(bitmap, least).await?)
+    Ok(rare(disk.disk.bitmaps().copy(bitmap, least)).await?)
 }
 
 /// Whether a disk has this bitmap. Fails if the bitmap lacks changes or is not enabled.

@@ -209,7 +209,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<MapEntry> {
         self.image().check_inside(range)?;
         let image = self.begin_use();
-        image.layer().status().map_entry(range, cache).await
+        rare(image.layer().status().map_entry(range, cache)).await
     }
 
     /// Makes everything durable, and releases the resources of the image's storage on another host,

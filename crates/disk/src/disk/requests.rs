@@ -140,7 +140,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// As [`submit`](Self::submit).
     pub async fn flush(&self) -> Result<()> {
-        self.submit(Request::Flush).await
+        rare(self.submit(Request::Flush)).await
     }
 
     /// Writes the cluster at `offset` in compressed form, on the thread that polls. `bytes` is one

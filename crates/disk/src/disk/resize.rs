@@ -7,7 +7,9 @@
 //! If the disk has bitmaps, guests' changes wait while all tables change. Changes do not wait while
 //! the new part is prepared, which may take long.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
+use blockhouse_core::{
+    ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap, rare,
+};
 use futures_util::future::Either;
 
 use super::quiesce::{QuiescedGuard, WriteGuard};
@@ -40,8 +42,11 @@ impl<S: Storage> Disk<S> {
     /// disk's sectors; `Io` if requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_writable()?;
-        let prepared =
-            if Resize(self).has_bitmaps() { Resize(self).prepare_ahead(size).await? } else { None };
+        let prepared = if Resize(self).has_bitmaps() {
+            rare(Resize(self).prepare_ahead(size)).await?
+        } else {
+            None
+        };
         let _change = Resize(self).begin().await?;
         // The disk may have become read-only since the first check.
         self.check_writable()?;
@@ -61,12 +66,12 @@ impl<S: Storage> Disk<S> {
         // The preparation is valid if only this resize has quiesced the disk since then.
         let quiesced = self.quiesce.count().wrapping_sub(1);
         if prepared != Some(Prepared { old, quiesced }) {
-            Resize(self).prepare(old, ByteRange::between(old, size), &claim).await?;
+            rare(Resize(self).prepare(old, ByteRange::between(old, size), &claim)).await?;
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        self.image().format().size_change().grow(size).await?;
+        rare(self.image().format().size_change().grow(size)).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);
-        self.image().format().flush(SyncMode::Full).await
+        rare(self.image().format().flush(SyncMode::Full)).await
     }
 
     /// Makes the disk shorter: bytes beyond `size` are lost. Durable when it returns. No request
@@ -86,16 +91,16 @@ impl<S: Storage> Disk<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        self.image().format().size_change().shrink(size).await?;
+        rare(self.image().format().size_change().shrink(size)).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);
         // An external data file ends with the disk, so it has no rest of a cluster.
         if self.image().data_file().is_none()
             && let Some(rest) = Resize(self).uncovered(size, self.image().format().end())
         {
             let sync = RequestSync::not_required(self.image().format());
-            self.image().writer().write_zeroes(rest, ZERO, &sync, &claim).await?;
+            rare(self.image().writer().write_zeroes(rest, ZERO, &sync, &claim)).await?;
         }
-        self.image().format().flush(SyncMode::Full).await
+        rare(self.image().format().flush(SyncMode::Full)).await
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, Storage, SyncMode,
-    ToolProgress, WriteCache,
+    ToolProgress, WriteCache, rare,
 };
 use blockhouse_format::{
     Backing, CheckReport, Compression, DataFile, Encryption, Features, Format, ImageFormat,
@@ -108,7 +108,7 @@ impl<S: Storage> Image<S> {
     /// # Errors
     /// As [`ImageHeader::read_encryption`](blockhouse_format::ImageHeader::read_encryption).
     pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
-        self.format().header().read_encryption().await
+        rare(self.format().header().read_encryption()).await
     }
 
     /// The descriptor of a VMDK image; `None` for other formats.
@@ -234,7 +234,7 @@ impl<S: Storage> Image<S> {
     /// # Errors
     /// As [`check`](Self::check).
     pub async fn check_with(&self, progress: &ToolProgress) -> Result<Option<CheckReport>> {
-        self.format().check(progress).await
+        rare(self.format().check(progress)).await
     }
 
     /// Refuses a range that reaches past the end.

@@ -243,10 +243,18 @@ impl CommitChain {
     ///
     /// # Errors
     /// As [`open`]; `InvalidInput` if the image has no such backing file.
-    pub async fn open(
+    pub fn open<'a>(
+        path: &'a Path,
+        options: ImageOptions,
+        is_base: &'a dyn Fn(&Path) -> bool,
+    ) -> LocalBoxFuture<'a, Result<Self>> {
+        rare(Self::open_chain(path, options, is_base))
+    }
+
+    async fn open_chain(
         path: &Path,
         options: ImageOptions,
-        is_base: impl Fn(&Path) -> bool,
+        is_base: &dyn Fn(&Path) -> bool,
     ) -> Result<Self> {
         let options = ImageOptions { access: Access::ReadWrite, ..options };
         let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;

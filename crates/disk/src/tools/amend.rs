@@ -1,6 +1,6 @@
 //! Changes the options of an image.
 
-use blockhouse_core::{Result, Storage};
+use blockhouse_core::{Result, Storage, rare};
 use blockhouse_format::Amendments;
 
 use crate::disk::Disk;
@@ -13,7 +13,7 @@ use crate::disk::Disk;
 /// As there; `ReadOnly`.
 pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result<()> {
     disk.check_writable()?;
-    disk.format().header().amend(amendments).await
+    rare(disk.format().header().amend(amendments)).await
 }
 
 /// Gives the image's data file another name, durably: see
@@ -24,5 +24,5 @@ pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result
 /// As there; `ReadOnly`.
 pub async fn rename_data_file<S: Storage>(disk: &Disk<S>, name: &[u8]) -> Result<()> {
     disk.check_writable()?;
-    disk.format().header().rename_data_file(name).await
+    rare(disk.format().header().rename_data_file(name)).await
 }

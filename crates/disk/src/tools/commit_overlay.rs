@@ -4,7 +4,9 @@
 //! emptied, the backing file has the same data as the dropped clusters. So a crash at any point
 //! leaves a disk that reads as before, and the commit can be repeated.
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage, ToolProgress};
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Request, Result, Storage, ToolProgress, rare,
+};
 
 use super::chunks::{Source, for_each_chunk, make_zeros, read_or_zeros};
 use crate::disk::Disk;
@@ -36,15 +38,15 @@ pub async fn commit_overlay<S: Storage>(
     if base.size() < overlay.size() {
         base.resize(overlay.size()).await?;
     }
-    for_each_chunk(overlay, async |chunk, source| {
+    rare(for_each_chunk(overlay, async |chunk, source| {
         commit_chunk(overlay, base, chunk, source).await?;
         progress.reach(chunk.end());
         Ok(())
-    })
+    }))
     .await?;
     base.flush().await?;
     match after {
-        AfterCommit::Empty => overlay.format().make_empty().await,
+        AfterCommit::Empty => rare(overlay.format().make_empty()).await,
         AfterCommit::Keep => overlay.flush().await,
     }
 }

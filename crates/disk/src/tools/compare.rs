@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use blockhouse_core::{Buffer, ByteRange, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Result, Storage, rare};
 use futures_util::future::join;
 use futures_util::lock::Mutex;
 
@@ -75,7 +75,7 @@ impl<S: Storage> CompareJob<S> {
     /// # Errors
     /// The first error of this thread. The other threads stop soon after it, without an error.
     pub async fn work(&self) -> Result<()> {
-        run_loops(self.max_in_flight, &self.has_failed, || self.compare_loop()).await
+        rare(run_loops(self.max_in_flight, &self.has_failed, || self.compare_loop())).await
     }
 
     /// The offset of the first byte that differs, once all calls of [`work`](Self::work) have ended

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage, rare};
 use futures_channel::oneshot;
 use futures_util::lock::Mutex;
 
@@ -345,7 +345,7 @@ impl<S: Storage> CopyJob<S> {
     /// The first error of this thread, which names the file and the offset. The other threads stop
     /// soon after it, without an error. Data written until then stays.
     pub async fn work(&self) -> Result<()> {
-        run_loops(self.options.max_in_flight, &self.has_failed, || self.copy_loop()).await
+        rare(run_loops(self.options.max_in_flight, &self.has_failed, || self.copy_loop())).await
     }
 
     async fn copy_loop(&self) -> Result<()> {

@@ -8,7 +8,7 @@
 //! and no program takes the disk for a bootable one.
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Request, Result, Storage,
+    Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Request, Result, Storage, rare,
 };
 use blockhouse_format::{DataPlace, Intent};
 
@@ -31,7 +31,7 @@ pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result
     let bytes = MAGIC.iter().chain(text.as_bytes()).chain(std::iter::repeat(&0));
     buffer.bytes_mut().iter_mut().zip(bytes).for_each(|(to, byte)| *to = *byte);
     let (from, durability) = (buffer.lend(), Durability::Data);
-    disk.submit_unlimited(Request::Write { offset: 0, from, durability }).await
+    rare(disk.submit_unlimited(Request::Write { offset: 0, from, durability })).await
 }
 
 /// Refuses a disk that has the mark. A disk whose first sector cannot be read is accepted, because
@@ -40,14 +40,14 @@ pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result
 /// # Errors
 /// `Corrupt`, with advice; errors of looking up the sector.
 pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
-    find_mark(disk).await?.map_or(Ok(()), Err)
+    rare(find_mark(disk)).await?.map_or(Ok(()), Err)
 }
 
 /// Warns of a disk that has the mark, in the words of [`check_not_marked`]: for commands that only
 /// inspect an image.
 pub async fn warn_of_mark<S: Storage>(disk: &Disk<S>) {
     // An error of the look-up is no mark: the command's own work reports it.
-    if let Ok(Some(refusal)) = find_mark(disk).await {
+    if let Ok(Some(refusal)) = rare(find_mark(disk)).await {
         tracing::warn!("{refusal}");
     }
 }

@@ -5,7 +5,7 @@
 //! leaves an overlay of the old backing file, with more clusters of its own than it needs. Ranges
 //! that block status shows as zeros in both the old and the new backing files are not read.
 
-use blockhouse_core::{Buffer, ExtentState, Result, Storage, ToolProgress};
+use blockhouse_core::{Buffer, ExtentState, Result, Storage, ToolProgress, rare};
 use blockhouse_format::{Backing, Intent};
 use futures_util::stream;
 
@@ -54,12 +54,12 @@ pub async fn prepare_rebase<S: Storage>(
             Err(error) => Some((Err(error), None)),
         }
     });
-    for_each_in_flight(chunks, async |chunk: Chunk| {
+    rare(for_each_in_flight(chunks, async |chunk: Chunk| {
         let end = chunk.range.end();
         keep_chunk(disk, new, compress, chunk).await?;
         progress.reach(end);
         Ok(())
-    })
+    }))
     .await?;
     disk.flush().await
 }
@@ -72,7 +72,7 @@ pub async fn prepare_rebase<S: Storage>(
 /// As there; `ReadOnly`; `Unsupported` for a format without backing files.
 pub async fn set_backing_file<S: Storage>(disk: &Disk<S>, backing: Option<Backing>) -> Result<()> {
     disk.check_writable()?;
-    disk.format().header().set_backing(backing).await
+    rare(disk.format().header().set_backing(backing)).await
 }
 
 /// Copies the ranges of a chunk that the disk reads from its backing file.

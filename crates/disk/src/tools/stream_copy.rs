@@ -7,8 +7,8 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{Buffer, Error, ErrorKind, Result, Storage, ToolProgress};
-use futures_util::stream::{self, Stream, StreamExt};
+use blockhouse_core::{Buffer, Error, ErrorKind, Result, Storage, ToolProgress, rare};
+use futures_util::stream::{self, LocalBoxStream, StreamExt};
 
 use super::chunks::for_each_in_flight;
 use super::convert::TargetContent;
@@ -46,7 +46,7 @@ pub const STREAM_PIECE: usize = 2 << 20;
 /// the copy.
 pub async fn copy_stream<S: Storage>(
     target: &Arc<Disk<S>>,
-    pieces: impl Stream<Item = Result<Buffer>> + Unpin,
+    pieces: LocalBoxStream<'_, Result<Buffer>>,
     options: StreamOptions,
     progress: &ToolProgress,
 ) -> Result<u64> {
@@ -61,7 +61,7 @@ pub async fn copy_stream<S: Storage>(
         *length += piece.as_ref().map_or(0, |piece| piece.len() as u64);
         Some((piece.map(|piece| (offset, piece)), (pieces, length)))
     });
-    for_each_in_flight(placed, async |(offset, mut piece): (u64, Buffer)| {
+    rare(for_each_in_flight(placed, async |(offset, mut piece): (u64, Buffer)| {
         let length = piece.len();
         fill_last_sector(&mut piece);
         if options.target_content == TargetContent::Unknown {
@@ -73,7 +73,7 @@ pub async fn copy_stream<S: Storage>(
         writer.store(offset, data, &mut piece).await?;
         progress.advance(length as u64);
         Ok(())
-    })
+    }))
     .await?;
     let size = length.next_multiple_of(SECTOR as u64);
     if options.resize && size < target.size() {

@@ -19,7 +19,7 @@ mod window;
 
 use std::collections::VecDeque;
 
-use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, yield_now};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, rare, yield_now};
 use blockhouse_format::{Compression, Snapshot, VmStateCluster, VmStateTables};
 use futures_util::FutureExt;
 use futures_util::future::LocalBoxFuture;
@@ -110,7 +110,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     /// same error.
     pub async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check()?;
-        match self.try_write(offset, bytes).await {
+        match rare(self.try_write(offset, bytes)).await {
             Ok(()) => Ok(()),
             Err(error) => Err(self.fail(error).await),
         }
@@ -123,7 +123,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     /// As [`write`](Self::write).
     pub async fn flush(&mut self) -> Result<()> {
         self.check()?;
-        match self.try_flush().await {
+        match rare(self.try_flush()).await {
             Ok(()) => Ok(()),
             Err(error) => Err(self.fail(error).await),
         }
@@ -137,7 +137,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     /// an error there is no such snapshot, and the space is freed.
     pub async fn finish(&mut self, name: &str) -> Result<Snapshot> {
         self.flush().await?;
-        match self.try_finish(name).await {
+        match rare(self.try_finish(name)).await {
             Ok(snapshot) => {
                 self.stage = Stage::Finished;
                 Ok(snapshot)

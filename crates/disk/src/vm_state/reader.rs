@@ -1,6 +1,6 @@
 //! Reads VM state from a snapshot: in parallel ahead of the caller, which gets it in order.
 
-use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, rare};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{FuturesOrdered, StreamExt};
 
@@ -62,7 +62,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
                 self.start + self.requested + length,
             );
             let buffer = self.spare.pop().unwrap_or_else(|| Buffer::new(self.chunk_size as usize));
-            self.read_ahead.push_back(Box::pin(read_chunk(self.disk, range, buffer)));
+            self.read_ahead.push_back(rare(read_chunk(self.disk, range, buffer)));
             self.requested += length;
         }
         self.read_ahead.next().await.transpose()

@@ -23,7 +23,7 @@ mod view;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
 use blockhouse_disk::{ChangeObserver, Disk, QuiescedDisk};
 use blockhouse_engine::ClockSleep;
 use futures_util::future::try_join_all;
@@ -98,7 +98,7 @@ impl<S: Storage> FrozenDisk<S> {
     /// ends.
     pub fn write_behind(&self) -> impl Future<Output = ()> + use<S> {
         let writer = Writer(Arc::clone(&self.old));
-        async move { writer.0.write_behind().await }
+        async move { rare(writer.0.write_behind()).await }
     }
 
     /// Bytes of the scratch disk in use, including bytes that are still in memory.

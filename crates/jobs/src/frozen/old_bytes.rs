@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use async_lock::Semaphore;
-use blockhouse_core::{ByteRange, Error, ErrorKind, IoVector, Request, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, IoVector, Request, Result, Storage, rare};
 use blockhouse_disk::{BlockStatus, BlockStatusCache, ChangeId, ChangeObserver, ChangeWait, Disk};
 use futures_util::future::{Either, select};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -328,7 +328,7 @@ impl<S: Storage + Send + Sync> ChangeObserver for Watch<S> {
         if range.is_empty() || old.failure.get().is_some() || old.index.is_saved(range) {
             return None;
         }
-        Some(Box::pin(Arc::clone(old).save(range)))
+        Some(rare(Arc::clone(old).save(range)))
     }
 
     fn begins(&self, _range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {

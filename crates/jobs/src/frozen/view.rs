@@ -1,7 +1,7 @@
 //! Reads of a frozen disk.
 
 use blockhouse_core::{
-    Allocation, Buffer, ByteRange, Error, ErrorKind, IoVector, Request, Result, Storage,
+    Allocation, Buffer, ByteRange, Error, ErrorKind, IoVector, Request, Result, Storage, rare,
 };
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
 use blockhouse_storage::StorageView;
@@ -137,10 +137,10 @@ impl<S: Storage + Send + Sync> StorageView for FrozenDisk<S> {
     }
 
     fn read(&self, offset: u64, into: IoVector) -> LocalBoxFuture<'_, Result<()>> {
-        Box::pin(FrozenDisk::read(self, offset, into))
+        rare(FrozenDisk::read(self, offset, into))
     }
 
     fn block_status(&self, range: ByteRange) -> LocalBoxFuture<'_, Result<(Allocation, u64)>> {
-        Box::pin(FrozenDisk::block_status(self, range))
+        rare(FrozenDisk::block_status(self, range))
     }
 }

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Context;
 use std::time::Duration;
 
-use blockhouse_core::{BufferPool, Storage};
+use blockhouse_core::{BufferPool, Storage, rare};
 use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep, timeout};
 use connection::Connection;
 pub use exports::{ClientEvent, ClientObserver, Export, ExportError, Exports, MAX_EXPORT_BITMAPS};
@@ -121,7 +121,7 @@ impl Server {
             let peer = transport.peer(&stream);
             if let Some(guard) = registry.enter_served(&stream, Origin { socket, peer }) {
                 let connection = self.connection(stream, peer, guard, exports);
-                drop(next_loop().spawn(move || connection.go_on(session)));
+                drop(next_loop().spawn(move || rare(connection.go_on(session))));
             }
         }
         while !exports.is_closed() && registry.wait_may_accept().await {
@@ -151,7 +151,7 @@ impl Server {
                         let connection = self.connection(stream, peer, guard, exports);
                         // The connection's task runs on its own, so the handle is dropped. The
                         // connection's guard reports its end to the registry.
-                        drop(next_loop().spawn(move || connection.serve()));
+                        drop(next_loop().spawn(move || rare(connection.serve())));
                     }
                     Err(error) if is_stopped(&error) => break,
                     Err(error) if is_fatal(&error) => return Err(error),

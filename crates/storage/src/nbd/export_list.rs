@@ -7,11 +7,12 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::Result;
+use blockhouse_core::{Result, rare};
 use blockhouse_engine::{Stream, timeout};
 use blockhouse_nbd_protocol::Framing;
 use blockhouse_nbd_protocol::option::{ClientOption, FIXED_NEWSTYLE, InfoType, ReplyType};
 use blockhouse_nbd_protocol::uri::ClientUri;
+use futures_util::future::LocalBoxFuture;
 
 use super::dial::{CONNECT_TIME, connect_stream, refused};
 use super::handshake::{
@@ -46,7 +47,11 @@ pub struct ListedExport {
 ///
 /// # Panics
 /// Outside of an event loop.
-pub async fn list_exports(uri: ClientUri) -> Result<Vec<ListedExport>> {
+pub fn list_exports(uri: ClientUri) -> LocalBoxFuture<'static, Result<Vec<ListedExport>>> {
+    rare(list_all(uri))
+}
+
+async fn list_all(uri: ClientUri) -> Result<Vec<ListedExport>> {
     let tls = ClientTls::load(&uri)?.map(Arc::new);
     let name = uri.export.to_string();
     let stream = connect_stream(&uri.export, &name).await?;

@@ -4,7 +4,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use blockhouse_core::Storage;
+use blockhouse_core::{Storage, rare};
 use blockhouse_engine::GuestMemory;
 use futures_channel::mpsc;
 
@@ -63,7 +63,7 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
             let setup =
                 Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler };
             // The send fails only if the receiver was dropped; then the result is not needed.
-            let _ = ended.send(queue::run(setup, receiver).await);
+            let _ = ended.send(rare(queue::run(setup, receiver)).await);
         }));
         vring.set_running(RunningQueue { requests, end });
         Ok(())

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use blockhouse_core::{Buffer, Durability, Request, Storage};
+use blockhouse_core::{Buffer, Durability, Request, Storage, rare};
 use blockhouse_disk::{
     Access, CacheMode, Disk, ImageFormat, ImageOptions, StateUse, VmStateWriter, create, open,
 };
@@ -157,7 +157,7 @@ async fn unbuffered<S: Storage>(
     buffer.bytes_mut().copy_from_slice(&pieces.content);
     while let Some(offset) = pieces.next() {
         let from = buffer.lend();
-        disk.submit(Request::Write { offset, from, durability: Durability::None }).await?;
+        rare(disk.submit(Request::Write { offset, from, durability: Durability::None })).await?;
     }
     disk.flush().await?;
     Ok(pieces.latency)

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use blockhouse_core::{Buffer, Request, Storage};
+use blockhouse_core::{Buffer, Request, Storage, rare};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Engine, EngineChoice, Handle, LoopThread, sleep, spawn_detached};
 
@@ -120,7 +120,7 @@ type Done = (Buffer, Duration, blockhouse_core::Result<()>);
 
 async fn read<S: Storage>(piece: Piece<S>) {
     let Piece { disk, offset, mut buffer, submitted, done } = piece;
-    let outcome = disk.submit(Request::Read { offset, into: buffer.lend() }).await;
+    let outcome = rare(disk.submit(Request::Read { offset, into: buffer.lend() })).await;
     // The send fails only if another piece has failed, because then the receiver is dropped.
     let _ = done.send((buffer, submitted.elapsed(), outcome));
 }

@@ -1,0 +1,150 @@
+//! The I/O path of real images, compiled once, with full optimization (layer 5).
+//!
+//! A generic function is compiled where its types are known: without this crate, in each crate that
+//! opens a [`Disk`](blockhouse_disk::Disk), with the optimization of that crate. The crates above
+//! run no request themselves, and are compiled with little or no optimization. They use the copies
+//! here for two reasons: the long-lived and the rare futures of the path go through [`rare`], and a
+//! function below mentions each of them for [`ImageStorage`].
+//!
+//! Nobody calls these functions: it is enough that they are compiled.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blockhouse_core::{Buffer, ByteRange, Request, Result, SyncMode, ToolProgress, rare};
+use blockhouse_disk::{
+    AfterCommit, Amendments, BitmapAction, BitmapChange, BlockStatusCache, CompareJob, Compress,
+    CopyJob, ImageDisk, NewBitmap, QuiescedDisk, RangeCopy, StreamOptions, VmStateReader,
+    VmStateWriter, amend, change_bitmaps, check_not_marked, commit_overlay, copy_stream,
+    first_status_difference, flush_ahead, mark_incomplete, prepare_rebase, rename_data_file,
+    set_backing_file, take_space, warn_of_mark,
+};
+use blockhouse_engine::{Handle, Listener};
+use blockhouse_format::SpaceMode;
+use blockhouse_format::qcow2::{Repair, repair_with};
+use blockhouse_jobs::{FailureTeller, FreezeOptions, FrozenDisk, JobEnd, Mirror, Stream};
+use blockhouse_nbd::Exports;
+use blockhouse_storage::{ImageStorage, ViewStorage};
+use blockhouse_ublk::{DeviceOptions, PreparedDevice};
+use blockhouse_vhost_user::Device;
+use futures_util::future::LocalBoxFuture;
+use futures_util::stream::LocalBoxStream;
+
+/// The connections of NBD clients.
+pub fn nbd<'a>(
+    server: &'a blockhouse_nbd::Server,
+    listener: &'a Listener,
+    exports: &'a Exports<ImageStorage>,
+    loops: &'a [Handle],
+) -> LocalBoxFuture<'a, io::Result<()>> {
+    rare(server.serve(listener, exports, loops))
+}
+
+/// The queues of virtual machines.
+pub fn vhost_user(device: Device<ImageStorage>, socket: OwnedFd) -> io::Result<()> {
+    blockhouse_vhost_user::Server::start(device, socket).map(drop)
+}
+
+/// The queues of the kernel's block devices.
+pub fn ublk(
+    options: DeviceOptions,
+    disk: &Arc<ImageDisk>,
+    loops: &[Handle],
+) -> std::result::Result<(), blockhouse_ublk::Error> {
+    PreparedDevice::new(options, disk, loops).map(drop)
+}
+
+/// Mirrors, commits, backups and streams.
+pub fn jobs<'a>(
+    mirror: &'a Mirror<ImageStorage>,
+    stream: &'a Stream<ImageStorage>,
+) -> LocalBoxFuture<'a, (JobEnd, JobEnd)> {
+    rare(async { (mirror.run().await, stream.run().await) })
+}
+
+/// The content of a disk at one moment.
+pub fn frozen(
+    source: Arc<ImageDisk>,
+    scratch: ImageDisk,
+    options: FreezeOptions,
+    teller: FailureTeller,
+) -> Result<(ViewStorage, LocalBoxFuture<'static, ()>)> {
+    let frozen = FrozenDisk::new(source, scratch, options, teller)?;
+    let writing = rare(frozen.write_behind());
+    Ok((ViewStorage::new(frozen), writing))
+}
+
+/// Requests, and what the command line does with whole images.
+pub fn tools<'a>(
+    disk: &'a Arc<ImageDisk>,
+    request: Request,
+    (copy, compare): (&'a CopyJob<ImageStorage>, &'a CompareJob<ImageStorage>),
+    (ranges, range): (&'a RangeCopy<ImageStorage>, ByteRange),
+    pieces: LocalBoxStream<'a, Result<Buffer>>,
+    (options, mode, progress): (StreamOptions, SpaceMode, &'a ToolProgress),
+    (storage, repair): (&'a ImageStorage, Repair),
+) -> LocalBoxFuture<'a, Result<()>> {
+    rare(async move {
+        rare(disk.submit(request)).await?;
+        disk.flush().await?;
+        copy.work().await?;
+        compare.work().await?;
+        rare(ranges.copy(range)).await?;
+        rare(ranges.is_copied(range)).await?;
+        rare(take_space(disk, range, mode, progress)).await?;
+        rare(first_status_difference(disk, disk)).await?;
+        copy_stream(disk, pieces, options, progress).await?;
+        disk.map_entry(range, &mut BlockStatusCache::default()).await?;
+        disk.image().check_with(progress).await?;
+        disk.image().read_encryption().await?;
+        commit_overlay(disk, disk, AfterCommit::Keep, progress).await?;
+        prepare_rebase(disk, None, Compress::Nothing, progress).await?;
+        set_backing_file(disk, None).await?;
+        amend(disk, Amendments::default()).await?;
+        rename_data_file(disk, b"").await?;
+        mark_incomplete(disk, "").await?;
+        check_not_marked(disk).await?;
+        warn_of_mark(disk).await;
+        rare(repair_with(storage, repair, progress)).await.map(drop)
+    })
+}
+
+/// A machine's state.
+pub fn vm_state<'a>(
+    writer: &'a mut VmStateWriter<'a, ImageStorage>,
+    reader: &'a mut VmStateReader<'a, ImageStorage>,
+) -> LocalBoxFuture<'a, Result<()>> {
+    rare(async move {
+        writer.write(0, b"").await?;
+        writer.finish("").await?;
+        reader.next().await.map(drop)
+    })
+}
+
+/// Changes of a whole disk.
+pub fn changes<'a>(
+    disk: &'a ImageDisk,
+    bitmap: &'a NewBitmap,
+    all: &'a [(&'a QuiescedDisk<'a, ImageStorage>, &'a [BitmapChange])],
+) -> LocalBoxFuture<'a, Result<()>> {
+    rare(async move {
+        let (bitmaps, snapshots) = (disk.bitmaps(), disk.snapshots());
+        bitmaps.list().await?;
+        bitmaps.add(bitmap).await?;
+        bitmaps.change("", BitmapAction::Remove).await?;
+        bitmaps.merge("", disk, "").await?;
+        rare(bitmaps.copy("", 0)).await?;
+        bitmaps.prepare(&[]).await?;
+        change_bitmaps(all).await?;
+        snapshots.list().await?;
+        snapshots.create("").await?;
+        snapshots.apply("").await?;
+        snapshots.delete("").await?;
+        snapshots.rename("", "").await?;
+        disk.resize(0).await?;
+        disk.shrink(0).await?;
+        rare(flush_ahead(&[disk], SyncMode::Full)).await.map(drop)
+    })
+}
