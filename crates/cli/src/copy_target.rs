@@ -661,7 +661,7 @@ impl TargetSpec<'_> {
 
     /// The paths that the target may open: also the data file or backing file that the user named.
     fn allowed_paths(&self) -> blockhouse_core::Result<AllowedPaths> {
-        let named = self.settings.iter().find_map(|setting| match setting {
+        let named = self.settings.iter().filter_map(|setting| match setting {
             Setting::DataFile(name) | Setting::BackingFile(name) => {
                 Some(resolve_relative(self.path, name.as_bytes()))
             }

@@ -332,7 +332,10 @@ impl OpenArgs {
     ///
     /// # Errors
     /// A path is missing; the error names it.
-    pub fn allowed_paths(&self, named: Option<PathBuf>) -> blockhouse_core::Result<AllowedPaths> {
+    pub fn allowed_paths(
+        &self,
+        named: impl Iterator<Item = PathBuf>,
+    ) -> blockhouse_core::Result<AllowedPaths> {
         let paths: Vec<_> = self.references.paths().into_iter().chain(named).collect();
         AllowedPaths::new(&paths)
     }

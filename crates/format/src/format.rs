@@ -109,11 +109,12 @@ impl<S: Storage> Format<S> {
     /// # Errors
     /// As [`map`](Self::map).
     pub async fn map_same_content(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
-        match self {
-            Self::Flat(Flat::WithSideFile(side_file)) => side_file.map_same_content(range).await,
-            Self::Flat(flat) => flat.map(range, intent).await,
-            Self::Qcow2(qcow2) => qcow2.map_same_content(range, intent).await,
-        }
+        let extent = match self {
+            Self::Flat(Flat::WithSideFile(side_file)) => side_file.map_same_content(range).await?,
+            Self::Flat(flat) => flat.map(range, intent).await?,
+            Self::Qcow2(qcow2) => qcow2.map_same_content(range, intent).await?,
+        };
+        check_extent(self, range, intent, extent)
     }
 
     /// As [`map`](Self::map) for a write, by a request that holds extents whose writes have not
@@ -123,10 +124,11 @@ impl<S: Storage> Format<S> {
     /// # Errors
     /// As [`map`](Self::map).
     pub async fn map_next(&self, range: ByteRange) -> Result<Option<Extent>> {
-        match self {
-            Self::Flat(flat) => flat.map(range, Intent::Write).await.map(Some),
-            Self::Qcow2(qcow2) => qcow2.map_next(range).await,
-        }
+        let extent = match self {
+            Self::Flat(flat) => Some(flat.map(range, Intent::Write).await?),
+            Self::Qcow2(qcow2) => qcow2.map_next(range).await?,
+        };
+        extent.map(|extent| check_extent(self, range, Intent::Write, extent)).transpose()
     }
 
     /// Begins a read: must be called before [`map`](Self::map) with [`Intent::Read`]; the guard is

@@ -33,7 +33,7 @@ pub fn run(arguments: &Arguments, kind: ForeignKind, settings: &[Setting]) -> Re
     options.sector_size = sector_of_copy(kind, &sources);
     let parent = match foreign_options::parent_of(settings) {
         Some(backing) => {
-            let allowed = arguments.open.allowed_paths(None)?;
+            let allowed = arguments.open.allowed_paths(std::iter::empty())?;
             let opened = open_backing(&arguments.target, &backing, allowed);
             let parent = event_loop.block_on(opened)?;
             options.parent = Some(foreign_create::parent(&parent, &backing)?);

@@ -202,7 +202,9 @@ impl<S: Storage> DiskJobs<'_, S> {
                 .header()
                 .set_backing(base.map(|base| base.name.clone()))
                 .await?;
-            self.disk.image().layer().claims().set_all(false);
+            // Over a base, reads may still copy into the image.
+            let copies_on_read = base.is_some() && self.disk.image().options.copy_on_read;
+            self.disk.image().layer().claims().set_all(copies_on_read);
         }
         if let Some(base) = base {
             base.pass_over(self.disk).await;

@@ -255,20 +255,20 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     let mut part = record.clone().into_os_string();
     part.push(format!(".{}.new", std::process::id()));
     let part = PathBuf::from(part);
-    let write = || {
-        let mut options = OpenOptions::new();
-        let mut file = options.write(true).create_new(true).mode(0o600).open(&part)?;
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create_new(true).mode(0o600).open(&part);
+    let mut file = file.map_err(failed)?;
+    let mut write = || {
         let identity = file_of(image).map(|file| format!("{FILE}{file}")).unwrap_or_default();
         file.write_all(&[MAGIC, moved_to.as_bytes(), identity.as_bytes(), b"\n"].concat())?;
         file.sync_all()
     };
-    let made = write();
-    let (is_made, is_missing) = (made.is_ok(), |e: io::Error| e.kind() == IoErrorKind::NotFound);
-    let written = made.map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
+    let is_missing = |error: io::Error| error.kind() == IoErrorKind::NotFound;
+    let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
     if written.is_err() {
         // The caller reports the first failure. A record that has its name, but perhaps not
         // durably, is removed, because the disk stays in the image.
-        let is_renamed = is_made && remove_file(&part).is_err_and(is_missing);
+        let is_renamed = remove_file(&part).is_err_and(is_missing);
         if is_renamed && !had_effect {
             let _ = remove_file(&record);
         }

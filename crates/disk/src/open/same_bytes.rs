@@ -110,7 +110,7 @@ impl Places {
         });
         let place =
             Place { holder: Holder::Device(device), range: range.clone(), is_exact, path: node };
-        if self.0.len() == MAX_PLACES || self.0.contains(&place) {
+        if self.0.len() >= MAX_PLACES || self.0.contains(&place) {
             return;
         }
         self.0.push(place);

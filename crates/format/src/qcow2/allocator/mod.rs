@@ -86,6 +86,9 @@ pub(crate) struct Allocator {
     rows: RowSearch,
     pub(crate) frees: DeferredFrees,
     quarantined: HashSet<u64>,
+    /// Refcount slices that the current allocation has examined. An allocation begins again for
+    /// each slice that must be read first.
+    examined: u32,
     /// Offset for the next compressed data: the end of the last compressed data, whose cluster is
     /// in use.
     free_byte_offset: Option<u64>,
@@ -102,6 +105,7 @@ impl Allocator {
             rows: RowSearch::default(),
             frees: DeferredFrees::new(min_waiting),
             quarantined: HashSet::new(),
+            examined: 0,
             free_byte_offset: None,
         }
     }
@@ -132,7 +136,12 @@ impl Allocator {
         limit: u64,
         ahead: u64,
     ) -> Step<Allocated> {
-        let mut slices = SLICES_PER_ALLOCATION;
+        let allocated = self.find_clusters(tables, limit, ahead)?;
+        self.examined = 0;
+        Ok(allocated)
+    }
+
+    fn find_clusters(&mut self, tables: &mut Tables, limit: u64, ahead: u64) -> Step<Allocated> {
         loop {
             let unscanned = self.space.unscanned();
             // A request could not write to clusters past the host's limit, so such clusters are the
@@ -154,15 +163,19 @@ impl Allocator {
                         self.space.take_from_run(start, 1);
                     }
                 }
-            } else if !unscanned.is_empty() && (slices > 0 || self.space.limit().is_some()) {
-                slices = slices.saturating_sub(1);
+            } else if !unscanned.is_empty()
+                && (self.examined < SLICES_PER_ALLOCATION || self.space.limit().is_some())
+            {
                 let cursor = unscanned.start;
                 match tables.refcounts().scan(cursor, limit.min(unscanned.end - cursor))? {
                     Scan::Free(clusters) => {
                         self.space.advance_cursor(clusters.end);
                         return Allocated::unprepared(tables, clusters);
                     }
-                    Scan::Allocated(count) => self.space.advance_cursor(cursor + count),
+                    Scan::Allocated(count) => {
+                        self.space.advance_cursor(cursor + count);
+                        self.examined = self.examined.saturating_add(1);
+                    }
                     // A gap in the middle of the file gets no refcount block of its own.
                     Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
                 }

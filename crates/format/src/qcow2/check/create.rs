@@ -366,6 +366,9 @@ pub async fn create_with<S: Storage>(
     progress.begin((writer.layout.l2 << geometry.cluster_bits) + filled);
     // An earlier image in this storage must not be opened while it is half overwritten.
     writer.write_cluster(0, Vec::new()).await?;
+    if old > 0 {
+        storage.flush(SyncMode::Data).await?;
+    }
     writer.write_refcounts().await?;
     writer.write_mappings(options, progress).await?;
     writer.write_encryption(options.luks_header().unwrap_or_default()).await?;
