@@ -83,7 +83,8 @@ pub enum IfThere {
     Resume,
 }
 
-/// Fails if no earlier command has left the file `part`; `what` is what the command would resume.
+/// Fails if no earlier command has left the file `part`; `what` names the work to resume, for the
+/// error.
 ///
 /// # Errors
 /// There is no such file; as [`exists`].
@@ -147,7 +148,8 @@ pub struct TargetSpec<'a> {
 pub struct Target {
     pub disk: Arc<ImageDisk>,
     pub content: TargetContent,
-    /// Whether the target is a new image in a file, which is as long as the copy.
+    /// Whether the target is a new image, and not on a block device: a stream of unknown length
+    /// resizes it.
     pub is_new: bool,
     finish: Finish,
 }
@@ -170,7 +172,8 @@ impl Finish {
         Self { path, part, replaced_file, if_exists, can_resume: false }
     }
 
-    /// At the end `part` is renamed to `path`, and replaces a file of that name.
+    /// The end of a copy in `part`, which is renamed to `path`. With [`IfThere::Replace`] it
+    /// replaces a file of that name.
     pub fn of_part(
         path: &Path,
         part: &Path,
@@ -242,8 +245,8 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     })
 }
 
-/// Whether a copy to a free name has that name from its start. Callers of qemu-img remove that file
-/// after a failure, and no other, and a profile may allow qemu-img no other file.
+/// Whether a copy to a free name has that name from its start. Reason: callers of qemu-img remove
+/// only that file after a failure, and a security profile may allow qemu-img no other file.
 pub fn is_at_its_name_at_once() -> bool {
     called_as::is_qemu_img()
 }
@@ -261,7 +264,7 @@ impl Target {
     }
 }
 
-/// Chunks in flight in all.
+/// Maximum number of chunks in flight, of all threads together.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// The whole range of each of these disks.
@@ -290,8 +293,8 @@ pub fn copy(
     copy_to(event_loop, progress, job, target.disk.name(), false, how)
 }
 
-/// Carries out a copy; on one thread if the target is a stream. `job` makes the copy for a number
-/// of chunks in flight on each thread; `name` is the target's.
+/// Carries out a copy; on one thread if the target is a stream. `job` makes the copy from the
+/// maximum number of chunks in flight on each thread; `name` is the target's name, for messages.
 ///
 /// # Errors
 /// Errors of a storage.
@@ -373,11 +376,11 @@ impl<'a> TargetSpec<'a> {
 }
 
 impl TargetSpec<'_> {
-    /// Makes or opens the target. Needs the loop of the current thread.
+    /// Makes or opens the target. Must run on the event loop of the current thread.
     ///
     /// # Errors
-    /// One that names the target: it exists, cannot be made, is too small, or is no part of this
-    /// copy.
+    /// The target exists, cannot be made, is too small, or is no part of this copy. The error names
+    /// the target.
     pub async fn build(self) -> Result<Target> {
         if self.backing_name().is_none() {
             self.sources.iter().for_each(|source| tell_of_sectors(source));
@@ -461,7 +464,7 @@ impl TargetSpec<'_> {
         opened
     }
 
-    /// Removes the partial file of a copy that was killed, unless a copy is still running.
+    /// Removes the partial file of a killed copy. Fails if a running copy has locked the file.
     async fn remove_left(&self, part: &Path) -> Result<()> {
         open(part, self.options(ImageFormat::Raw, StateUse::Off)?).await?.close().await?;
         remove_created(part).await;
@@ -479,7 +482,7 @@ impl TargetSpec<'_> {
             ImageFormat::Qcow2 => {
                 let options = create_options::qcow2(self.size, self.settings.clone());
                 let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
-                // An existing data file is emptied, and may be a source.
+                // An existing data file is emptied, so it must not belong to a source.
                 if let Some(data) = &options.data_file {
                     self.check_new_apart(&resolve_relative(part, &data.name))?;
                 }
@@ -659,7 +662,8 @@ impl TargetSpec<'_> {
         if self.is_overwritten() { self.open.state_use() } else { Ok(StateUse::Off) }
     }
 
-    /// The paths that the target may open: also the data file or backing file that the user named.
+    /// The paths that the target may open: also the first data file or backing file in the
+    /// settings, if it exists.
     fn allowed_paths(&self) -> blockhouse_core::Result<AllowedPaths> {
         let named = self.settings.iter().filter_map(|setting| match setting {
             Setting::DataFile(name) | Setting::BackingFile(name) => {

@@ -246,7 +246,7 @@ impl Arguments {
     }
 }
 
-/// The error for a missing backing file; `None` unless the program is called qemu-img.
+/// The error for a missing backing file, under the name qemu-img only; otherwise `None`.
 fn missing_backing(named: &Path, image: &Path, settings: &[Setting]) -> Option<String> {
     let name = create_setting::backing_file(settings)?;
     if !called_as::is_qemu_img() || is_address(name.as_bytes()) || QemuName::of(name).is_some() {
@@ -261,7 +261,7 @@ fn missing_backing(named: &Path, image: &Path, settings: &[Setting]) -> Option<S
     })
 }
 
-/// The error for a backing file without its format; `None` unless the program is called qemu-img.
+/// The error for a backing file without its format, under the name qemu-img only; otherwise `None`.
 fn missing_format(image: &Path, settings: &[Setting]) -> Option<String> {
     let has_format = settings.iter().any(|one| matches!(one, Setting::BackingFormat(_)));
     let name = create_setting::backing_file(settings)?;

@@ -1,4 +1,4 @@
-//! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
+//! The options of new images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
 
 use std::time::Duration;
 
@@ -263,7 +263,8 @@ fn usual_luks(name: &str) -> Option<&'static str> {
 /// the last one is used.
 ///
 /// # Errors
-/// A backing file without its format, or a format without a file.
+/// A backing file without its format, or a format without a file; `data_file_raw` without a data
+/// file; a refused value; an option of another format.
 pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String> {
     let mut options = CreateOptions::new(size);
     let (mut backing_file, mut backing_format) = (None, None);
@@ -326,7 +327,8 @@ pub enum ChosenEncryption {
 /// The encryption of the new image; `None` if it is not encrypted.
 ///
 /// # Errors
-/// An option of an encryption that the image does not have.
+/// `encryption` and `encrypt.format` together, or an option of an encryption that the image does
+/// not have.
 pub fn encryption(settings: &[Setting]) -> Result<Option<ChosenEncryption>, String> {
     let (mut format, mut switch, mut time) = (None, None, None);
     for setting in settings {
@@ -356,7 +358,7 @@ pub fn encryption(settings: &[Setting]) -> Result<Option<ChosenEncryption>, Stri
 /// The option of a new LUKS container: the time that the derivation of its key should take.
 ///
 /// # Errors
-/// An option that only other formats have.
+/// An option that only other formats have, or a value that qemu-img refuses.
 pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
     let mut time = DEFAULT_KEY_TIME;
     for setting in settings {
@@ -427,7 +429,7 @@ pub fn raw_has_no_tables() -> String {
 /// The space to allocate for a raw image, from `settings`.
 ///
 /// # Errors
-/// An option that only qcow2 has.
+/// An option or a value that raw images do not have.
 pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
     let mut mode = None;
     for setting in settings {

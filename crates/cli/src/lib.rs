@@ -6,7 +6,8 @@
 //! has complete programs.
 //!
 //! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why
-//! and what to do), 2 wrong usage, 3 a bitmap lacks changes; for `check` those of `qemu-img check`.
+//! and what to do), 2 wrong usage, 3 a bitmap lacks changes; for `check` and `compare` those of
+//! `qemu-img`.
 #![forbid(unsafe_code)]
 // `output` prints to standard error, and does not panic if a write fails.
 #![warn(clippy::print_stderr)]
@@ -114,8 +115,8 @@ struct Arguments {
     )]
     log_format: LogFormat,
 
-    /// Print errors and requested output only: no progress, and no result that the exit status
-    /// has, too.
+    /// Print errors and requested output only: no progress, and no result that the exit status also
+    /// gives.
     #[arg(short, long, global = true, display_order = 901)]
     quiet: bool,
 

@@ -21,8 +21,8 @@ use crate::{called_as, output};
 /// for programs that call a QEMU tool and cannot add an option.
 const ALLOWED_PATHS: &str = "BLOCKHOUSE_ALLOW_PATH";
 
-/// The variable of the environment that is `--allow-remote` if it is 1, for callers of qemu-img who
-/// give the image's format.
+/// The variable of the environment that acts as `--allow-remote` if it is 1, for callers of
+/// qemu-img that give the image's format.
 const ALLOW_REMOTE: &str = "BLOCKHOUSE_ALLOW_REMOTE";
 
 /// The paths in [`ALLOWED_PATHS`] that exist. A missing path allows nothing and is no error,
@@ -66,7 +66,7 @@ impl AllowPathArgs {
     }
 }
 
-/// The files that images may name, or that no name is followed.
+/// The files that images may name, or a ban on all names.
 #[derive(clap::Args, Clone, Debug)]
 pub struct ReferenceArgs {
     #[command(flatten)]
@@ -79,7 +79,7 @@ pub struct ReferenceArgs {
 }
 
 impl ReferenceArgs {
-    /// From now on images may name only the allowed paths, as their formats were probed.
+    /// Restricts images to the allowed paths, because their formats were probed.
     pub fn follow_only_allowed(&mut self) {
         self.allow.allow_path = self.paths_of_probed();
         self.no_references = true;
@@ -97,8 +97,9 @@ impl ReferenceArgs {
         }
     }
 
-    /// The only paths that an image may name whose format was probed. Those of the environment
-    /// count under the name of a QEMU tool, whose callers may be unable to name a format.
+    /// The only paths that an image may name if its format was probed: those of the options, and
+    /// under the name of a QEMU tool those of the environment. Reason: callers of a QEMU tool may
+    /// be unable to name a format.
     fn paths_of_probed(&self) -> Vec<PathBuf> {
         match called_as::tool() {
             Some(_) => self.paths(),
@@ -106,8 +107,8 @@ impl ReferenceArgs {
         }
     }
 
-    /// The paths that images may name: of the options, and without --no-references also of the
-    /// environment.
+    /// The paths that images may name: those of the options, and without --no-references also those
+    /// of the environment.
     pub fn paths(&self) -> Vec<PathBuf> {
         if self.no_references { self.allow.allow_path.clone() } else { self.allow.paths() }
     }
@@ -123,9 +124,9 @@ pub fn of_metadata(options: ImageOptions) -> ImageOptions {
     ImageOptions { state, ..options }
 }
 
-/// How an image is locked that is only looked at: not at all, because it may be in use. Under the
-/// name qemu-img a file is locked unless the caller shares it, because callers learn from the
-/// failure that the image is in use.
+/// The lock of an image that a tool only reads: none, because the image may be in use. Under the
+/// name qemu-img a file is locked unless the caller shares it. Reason: the failure tells callers
+/// that the image is in use.
 pub fn look_locking(path: &Path, is_shared: bool) -> Locking {
     let is_file = matches!(Location::of(path), Ok(Location::File(_)));
     if called_as::is_qemu_img() && is_file && !is_shared { Locking::Held } else { Locking::None }
@@ -145,10 +146,10 @@ pub struct KeyArgs {
     /// It may be a pipe, such as /dev/stdin or /dev/fd/3.
     #[arg(long, value_name = "FILE")]
     pub passphrase_file: Vec<PathBuf>,
-    /// A key file as QEMU's users name it: secret,id=ID,file=FILE. May be repeated.
+    /// A key file in QEMU's syntax: secret,id=ID,file=FILE. May be repeated.
     #[arg(long, hide = true, value_name = "secret,id=ID,file=FILE", value_parser = secret_object::parse)]
     object: Vec<Object>,
-    /// The secrets in it: a pipe can be read only once.
+    /// The keys and passphrases, once they were read. Reason: a pipe can be read only once.
     #[arg(skip)]
     secrets: Arc<OnceLock<Secrets>>,
 }
@@ -168,8 +169,8 @@ impl KeyArgs {
         })
     }
 
-    /// A LUKS header for a new image. The key of this name, or the first one, opens it in about
-    /// `time`.
+    /// A LUKS header for a new image. The key of this name, or without a name the first key, opens
+    /// it in about `time`.
     ///
     /// # Errors
     /// No key has this name, or there is no key at all; as [`KeyFiles::read`].
@@ -178,7 +179,8 @@ impl KeyArgs {
         Ok(self.secrets()?.create_header(index, time)?)
     }
 
-    /// The encryption of a new qcow2 image, with the key of this name, or with the first one.
+    /// The encryption of a new qcow2 image, with the key of this name, or without a name the first
+    /// key.
     ///
     /// # Errors
     /// As [`create_header`](Self::create_header).
@@ -246,10 +248,10 @@ pub struct OpenArgs {
 }
 
 impl OpenArgs {
-    /// As [`read_only`](Self::read_only), for the image at `path`, or in a part of that file. If
+    /// As [`read_only`](Self::read_only), for the image at `path`, or in `part` of that file. If
     /// neither the caller nor the image's name gives the format, the format is probed. Then the
-    /// image may name only files whose paths the user has allowed, because its guest may have
-    /// written all of it.
+    /// image may name only files whose paths the user has allowed. Reason: a guest may have written
+    /// the whole image.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only); also if the file cannot be read.
@@ -302,8 +304,8 @@ impl OpenArgs {
     }
 
     /// Options to open the image at `path`, which a tool changes. The changes that a killed server
-    /// acknowledged are applied first. Only under the name of a QEMU tool a format that neither the
-    /// caller nor the image's name gives is probed, as in [`read_image`](Self::read_image).
+    /// acknowledged are applied first. Under the name of a QEMU tool the format is probed if
+    /// neither the caller nor the image's name gives it, as in [`read_image`](Self::read_image).
     ///
     /// # Errors
     /// As [`read_image`](Self::read_image).
@@ -328,7 +330,7 @@ impl OpenArgs {
         self.keys.secrets()
     }
 
-    /// The files that images may name, with a file that the user named in another way.
+    /// The files that images may name, and the file `named`, which the user named in another way.
     ///
     /// # Errors
     /// A path is missing; the error names it.
@@ -340,8 +342,8 @@ impl OpenArgs {
         AllowedPaths::new(&paths)
     }
 
-    /// Whether an image may name other servers: by the option, or by the environment if the caller
-    /// of qemu-img gave its `format`, because a format that is probed may be its guest's.
+    /// Whether an image may name other servers: by the option, or under the name qemu-img by the
+    /// environment if the caller gave `format`. Reason: a guest can choose a format that is probed.
     pub fn remote_backing(&self, format: Option<ImageFormat>) -> RemoteBacking {
         let ReferenceArgs { allow, no_references } = &self.references;
         let may_ask = called_as::is_qemu_img() && format.is_some() && !no_references;
@@ -353,7 +355,7 @@ impl OpenArgs {
         }
     }
 
-    /// Where the state of killed servers is.
+    /// The use of the state files of killed servers.
     ///
     /// # Errors
     /// The directory that was named cannot be used.
@@ -366,9 +368,9 @@ impl OpenArgs {
     }
 }
 
-/// The error of opening an image whose format is said by `option`: hints of the error name
-/// `--format`, which is of another image there. An error for QEMU's users stays as it is, because
-/// their words replace it.
+/// The error of opening an image whose format the user gives by `option`. The hints of the error
+/// name `--format`, which is the format of another image there. Under the name of a QEMU tool the
+/// error stays as it is, because that tool's words replace it.
 pub fn name_format_option(error: impl Into<anyhow::Error>, option: &str) -> anyhow::Error {
     let error = error.into();
     let text = error.to_string();
@@ -391,16 +393,16 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
     }
 }
 
-/// How an image that is changed uses the page cache: an option of qemu-img.
+/// The use of the page cache for an image that is changed: an option of qemu-img.
 #[derive(clap::Args, Clone, Copy)]
 pub struct TargetCacheArgs {
-    /// The cache mode of writes. They are durable in the end, whatever the mode.
+    /// The cache mode of writes. The writes are durable in the end in each mode.
     #[arg(short = 't', hide = true, value_name = "MODE")]
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<CacheMode>))]
     target_cache: Option<CacheMode>,
 }
 
-/// How an image that is only read uses the page cache: an option of qemu-img.
+/// The use of the page cache for an image that is only read: an option of qemu-img.
 #[derive(clap::Args, Clone, Copy)]
 pub struct SourceCacheArgs {
     /// The cache mode of reads.
@@ -425,7 +427,7 @@ impl SourceCacheArgs {
 
 fn with_cache(options: ImageOptions, mode: Option<CacheMode>) -> ImageOptions {
     let cache = match mode {
-        // Tools flush their writes.
+        // Tools flush their writes even in this mode.
         Some(CacheMode::Unsafe) => CacheMode::Writeback,
         Some(mode) => mode,
         None => options.cache,

@@ -23,9 +23,9 @@ use crate::threshold::Threshold;
 #[derive(Clone, Debug, Default, Deserialize, JsonSchema, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskConfig {
-    /// The disk's name, unlike all others. Left out: the name of the image's file.
+    /// The disk's name, which no other disk may have. Left out: the name of the image's file.
     pub name: Option<String>,
-    /// The image: an absolute path, or the URI of an export of another server.
+    /// The image: an absolute path, or an address on another server (nbd://..., rbd:...).
     pub path: PathBuf,
     /// raw, qcow2, or a format that is only read (docs/formats.md). Left out, the file's name
     /// decides (.qcow2, .vmdk and so on, otherwise raw).
@@ -43,39 +43,40 @@ pub struct DiskConfig {
     /// nothing. Left out: unmap.
     #[serde(default)]
     pub discard: Discard,
-    /// Writes of nothing but zeros: off, on or unmap. Left out: off.
+    /// The treatment of writes of zeros: off, on or unmap. Left out: off.
     #[serde(default)]
     pub detect_zeroes: DetectZeroes,
-    /// Bytes of the disk's sectors, 512 to 4096, by which its partitions are numbered. Left out:
-    /// as the image says (VHDX), otherwise 512.
+    /// Bytes of a sector, 512 to 4096. Partition tables count in sectors. Left out: as the image
+    /// says (VHDX), otherwise 512.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub logical_block_size: Option<u64>,
-    /// Bytes of the blocks that guests had better write at once. Left out: the host's.
+    /// The physical block size in bytes: the best unit for guests' writes. Left out: that of the
+    /// host.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub physical_block_size: Option<u64>,
-    /// Bytes of the unit of discards that guests are told. Left out: a cluster, at least 64 KiB.
+    /// The discard granularity that guests see, in bytes. Left out: a cluster, at least 64 KiB.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub discard_granularity: Option<u64>,
-    /// Writes that find no room on the host: report fails them with ENOSPC, hold has them wait
-    /// until there is some. Left out: report.
+    /// The treatment of writes for which the host has no space: report fails them with ENOSPC, hold
+    /// makes them wait for space. Left out: report.
     #[serde(default)]
     pub on_full: OnFullName,
-    /// With on-full hold: for how many seconds each waits at most, before it fails. Left out: 300.
+    /// With on-full hold: the maximum seconds that a write waits before it fails. Left out: 300.
     pub hold_seconds: Option<u32>,
-    /// How little room may be left on the host before the event disk.threshold tells: bytes, as a
-    /// text like "10G", or "10%" of all. Left out: nothing is told.
+    /// The threshold: the event disk.threshold reports less free space on the host. Bytes, as a
+    /// text like "10G", or "10%" of all space. Left out: no event.
     #[serde(default, deserialize_with = "some_text")]
     #[schemars(with = "Option<String>")]
     pub threshold: Option<Threshold>,
-    /// Whether what is read from the backing file is stored in the image, so that it is fetched
-    /// once.
+    /// Whether data that is read from the backing file is stored in the image, so that each cluster
+    /// is fetched once.
     #[serde(default)]
     pub copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, at this many bytes a
-    /// second (0: no limit), and detach the backing file: the job `stream`. Left out: not.
+    /// Copy the backing file's data into the image in the background, at this many bytes a second
+    /// (0: no limit). Then detach the backing file: the job `stream`. Left out: no copy.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub prefetch: Option<u64>,
@@ -92,12 +93,11 @@ pub struct DiskConfig {
     /// Whether the image may name an export of another server as its backing file.
     #[serde(default)]
     pub allow_remote: bool,
-    /// Whether no name in the image is followed except into the allowed paths: it has no other
-    /// backing file, data file or extents, or is refused.
+    /// Whether the image may name only the allowed paths. An image with another backing file, data
+    /// file or extent is refused.
     #[serde(default)]
     pub no_references: bool,
-    /// Whether the backing file that the image names is left out: what the image does not have
-    /// reads as zeros.
+    /// Whether the image is opened without its backing file: unallocated clusters read as zeros.
     #[serde(default)]
     pub without_backing: bool,
     /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on
@@ -111,17 +111,18 @@ pub struct DiskConfig {
     /// their names.
     #[serde(default)]
     pub bitmaps: Vec<String>,
-    /// Where the bitmaps of a raw image are: a file, or a folder with one named after the image,
-    /// by its absolute path. Left out: beside the image.
+    /// The absolute path of the file with a raw image's bitmaps, or of a folder for a file named
+    /// after the image. Left out: beside the image.
     pub bitmaps_in: Option<PathBuf>,
-    /// Whether these bitmaps are used also where nothing tells whether somebody else has written
-    /// to the image.
+    /// Whether these bitmaps are used even if it is unknown whether another program has written to
+    /// the image.
     #[serde(default)]
     pub trust_bitmaps: bool,
-    /// How many operations and bytes a second it may have. Left out: no limits.
+    /// The rate limits. Left out: no limits.
     #[serde(default)]
     pub limits: LimitsConfig,
-    /// Where it is served: URIs of NBD exports, absolute paths of vhost-user-blk sockets.
+    /// The addresses at which it is served: URIs of NBD exports, absolute paths of vhost-user-blk
+    /// sockets; in a configuration also ublk devices (/dev/ublkb0).
     #[serde(default, deserialize_with = "texts")]
     #[schemars(with = "Vec<String>", extend("default" = []))]
     pub exports: Vec<ExportAddress>,
@@ -152,7 +153,7 @@ pub fn check_filling(
     }
 }
 
-/// The treatment of writes that find no room.
+/// The treatment of writes for which the host has no space.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnFullName {
@@ -220,7 +221,7 @@ impl DiskConfig {
         self.name.as_deref().unwrap_or_default()
     }
 
-    /// Whether the description allows changes of the disk.
+    /// The access that `read-only` allows. A disk at a snapshot is read-only in any case.
     pub fn access(&self) -> Access {
         if self.read_only { Access::ReadOnly } else { Access::ReadWrite }
     }
@@ -261,7 +262,7 @@ impl DiskConfig {
         KeyFiles { keys: self.key_files.clone(), passphrases: self.passphrase_files.clone() }
     }
 
-    /// The side file with the bitmaps, if the disk is raw and the file is not beside it.
+    /// The side file that `bitmaps-in` names, if it is given.
     pub fn side_file(&self) -> Option<SideFile> {
         let path = self.bitmaps_in.clone()?;
         Some(SideFile { path, is_alone: self.trust_bitmaps })

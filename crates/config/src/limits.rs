@@ -1,5 +1,5 @@
 //! The syntax of limits: of disks and groups of disks in the configuration, in control requests and
-//! after `--limit`; of NBD clients after `--limit`.
+//! after `--limit`; of NBD clients in the configuration and after `--limit`.
 //!
 //! A disk has at most one set of limits. Disks whose limits name the same group share them.
 
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::size;
 use crate::text_fields::{Size, some_size};
 
-/// Limits on rates. What is left out is not limited; all that is given holds at once.
+/// Limits on rates. A rate that is left out is unlimited. All limits that are given apply at once.
 #[derive(Clone, Debug, Default, Deserialize, JsonSchema, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct LimitsConfig {
@@ -43,10 +43,10 @@ pub struct LimitsConfig {
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub bps_write: Option<u64>,
-    /// How many times these rates may be reached after a rest, from 1 to 1000.
+    /// The factor of a burst, from 1 to 1000: after a rest, this many times the rates are allowed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<f64>,
-    /// For how many seconds. Left out: 1.
+    /// The length of a burst in seconds. Left out: 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst_seconds: Option<f64>,
 }
@@ -219,7 +219,7 @@ pub struct RateArgument {
 }
 
 impl RateArgument {
-    /// Sets a `KEY=VALUE`. Returns `false` if the key names no rate.
+    /// Sets a `KEY=VALUE`. Returns `false` if the key does not belong to the limits of disks.
     ///
     /// # Errors
     /// The value is invalid for the key, or the key was given before.
@@ -234,7 +234,7 @@ impl RateArgument {
     /// Checks the keys together.
     ///
     /// # Errors
-    /// There is neither a rate nor a group.
+    /// A value is invalid, or there is neither a rate nor a group.
     fn finish(self) -> Result<Self, String> {
         if self.limits.rates()?.is_unlimited() && self.limits.group.is_none() {
             Err("disk needs a rate, like iops=1000, or a group".into())
@@ -254,7 +254,8 @@ impl RateArgument {
 /// other argument names. Without a group, each of these disks has the limits for itself.
 ///
 /// # Errors
-/// A name matches no disk or several, a disk has two sets of limits, or a group has none or two.
+/// A name matches no disk or several; a disk has two sets of limits, a group none or two; an
+/// argument without `disk` keys finds no other disk.
 pub fn plan(arguments: &[RateArgument], disks: &[String]) -> Result<Vec<LimitsConfig>, String> {
     let mut planned: Vec<Option<&RateArgument>> = vec![None; disks.len()];
     for argument in arguments {
@@ -360,7 +361,7 @@ pub fn parse(text: &str) -> Result<LimitArgument, String> {
 pub enum Limit {
     /// Connections at once.
     Clients(usize),
-    /// Bytes of data in flight, for all together.
+    /// Bytes of data in flight, for all clients together.
     Memory(u64),
     /// The time to choose an export.
     Handshake(Duration),

@@ -25,22 +25,22 @@ pub struct ServerConfig {
     /// The control socket.
     #[serde(deserialize_with = "some_text")]
     pub control: Option<ControlSocket>,
-    /// The socket of QEMU's monitor protocol. It answers the commands that call only these
-    /// methods.
+    /// The socket of QEMU's monitor protocol. It answers the commands that call only the methods
+    /// that the socket allows.
     #[serde(deserialize_with = "some_text")]
     pub qmp: Option<ControlSocket>,
-    /// The file that names the process while it serves.
+    /// The file that has the process id while the server runs.
     pub pid_file: Option<PathBuf>,
-    /// Where the metrics are served.
+    /// The address of the metrics.
     #[serde(deserialize_with = "some_text")]
     pub metrics: Option<MetricsAddress>,
     /// The state that outlives the process.
     #[serde(deserialize_with = "state")]
     pub state: StateSetup,
-    /// The mode of the Unix sockets of guests that are bound.
+    /// The mode of the Unix sockets that the server binds for guests.
     #[serde(deserialize_with = "some_text")]
     pub socket_mode: Option<SocketMode>,
-    /// The group.
+    /// The group of these sockets.
     #[serde(deserialize_with = "some_text")]
     pub socket_group: Option<GroupName>,
     /// How many event loops serve, at least one.
@@ -48,32 +48,32 @@ pub struct ServerConfig {
     /// How many queues a guest may use on a vhost-user-blk device. Left out: one for each
     /// processor.
     pub queues: Option<u16>,
-    /// The engine of the loops, or which ones are acceptable.
+    /// The engine of the loops; auto: the best that the host allows.
     #[serde(deserialize_with = "text")]
     pub engine: EngineChoice,
     /// For how many microseconds a loop busy-polls before it sleeps.
     pub poll_max_us: u32,
-    /// Whether open images are in the ring's table.
+    /// Whether open images are registered with io_uring (fixed files).
     pub fixed_files: bool,
     /// Whether completions on images are polled for.
     pub io_poll: bool,
     /// Whether guests' memory is registered with io_uring.
     pub register_memory: bool,
-    /// The user that the process becomes, once everything is open. Left out: it stays who it is.
+    /// The user to which the process switches once everything is open. Left out: no switch.
     #[serde(deserialize_with = "some_text")]
     pub user: Option<UserName>,
-    /// The group that it gets then. Left out: the user's.
+    /// The group to which the process then switches. Left out: the user's.
     #[serde(deserialize_with = "some_text")]
     pub group: Option<GroupName>,
-    /// Whether the process may do nothing but what it needs, once everything is open.
+    /// Whether the sandbox confines the process once everything is open.
     pub sandbox: bool,
-    /// Folders and files below which requests may open more then, beside the folders of the disks
-    /// and sockets.
+    /// Folders and files at or below which requests may open disks and sockets in the sandbox,
+    /// beside the folders of the configured disks and sockets.
     pub sandbox_allow: Vec<PathBuf>,
     /// The limits of NBD clients.
     #[serde(deserialize_with = "limits")]
     pub limits: Limits,
-    /// TLS for NBD clients. Left out: required where there are secrets, otherwise off.
+    /// TLS for NBD clients. Left out: required if there are certificates or keys, otherwise off.
     pub tls: Option<TlsChoice>,
     /// A folder with certificates.
     pub tls_certificates: Option<PathBuf>,
@@ -138,11 +138,11 @@ fn allowed<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(String, String)>, 
 /// The options of loops.
 #[derive(Clone, Copy, Debug)]
 pub struct LoopOptions {
-    /// The engine, or which ones are acceptable.
+    /// The engine; auto: the best that the host allows.
     pub engine: EngineChoice,
     /// How long a loop busy-polls before it sleeps.
     pub polling: Duration,
-    /// Whether open images are in the ring's table.
+    /// Whether open images are registered with io_uring (fixed files).
     pub fixed_files: FixedFiles,
     /// Whether completions on images are polled for.
     pub io_poll: IoPoll,
@@ -208,7 +208,7 @@ impl ServerConfig {
     /// Checks the values.
     ///
     /// # Errors
-    /// A number that is too high, a path that is relative.
+    /// A number is out of range, or a path is relative.
     pub fn check(&self) -> Result<(), String> {
         if !(1..=256).contains(&self.workers) || !(1..=256).contains(&self.queues.unwrap_or(1)) {
             return Err("workers and queues are from 1 to 256".into());

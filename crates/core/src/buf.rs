@@ -1,9 +1,10 @@
 //! Aligned memory for I/O, lent to operations and taken back.
 //!
 //! A [`Buffer`] is memory with one owner, which lends it to an operation as an [`IoVector`]. While
-//! the loan exists, the owner cannot access the bytes. A loan keeps the memory alive if it outlives
-//! its buffer, because the future was dropped before the kernel was done. A [`BufferPool`] keeps
-//! returned memory for the next request, up to a bound, so a warmed-up path allocates nothing.
+//! the loan exists, the owner cannot access the bytes. A loan that outlives its buffer (the future
+//! was dropped before the kernel completed the operation) keeps the memory alive. A [`BufferPool`]
+//! keeps returned memory for the next request, up to a bound, so a warmed-up path allocates
+//! nothing.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io;
@@ -26,8 +27,8 @@ const MIN_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
 /// The number of size classes, each twice as large as the one before; the largest is 64 MiB.
 const CLASSES: usize = 15;
 
-/// From this many bytes on memory is mapped, and the kernel provides each page at first use. So a
-/// client that announces a long write and sends little of it uses little memory.
+/// Memory of at least this many bytes is mapped, so the kernel provides each page at first use. So
+/// a client that announces a long write and sends little of it uses little memory.
 const MAPPED: usize = 256 << 10;
 
 /// Zero-initialised memory, freed on drop. No reference into it exists except those that `Buffer`
@@ -146,7 +147,7 @@ impl Buffer {
 
     /// Whether a loan still exists.
     pub fn is_lent(&self) -> bool {
-        // Acquire: this thread sees all writes of the borrower before it dropped its loan.
+        // Acquire: this thread sees all writes that the borrower made before it dropped its loan.
         let lent = Arc::strong_count(&self.memory) != 1;
         fence(Ordering::Acquire);
         lent
@@ -170,10 +171,9 @@ impl Buffer {
         // SAFETY: start is inside the allocation.
         let address = unsafe { self.memory.address.add(start) };
         let owner: Arc<Memory> = Arc::clone(&self.memory);
-        // SAFETY: the memory lives as long as `owner`. This was its only owner, so there is no
-        // other vector over it; and references are only given out by `bytes` and
-        // `bytes_mut`, which refuse while a loan is out and borrow the buffer, which `&mut
-        // self` shows not to be borrowed.
+        // SAFETY: the memory lives as long as `owner`. The buffer was its only owner, so no other
+        // vector over it exists. Only `bytes` and `bytes_mut` return references, which borrow the
+        // buffer, so none exists beside `&mut self`. Both panic while a loan exists.
         unsafe { IoVector::from_raw(owner, [Segment { address, length }]) }
     }
 
@@ -253,7 +253,7 @@ impl BufferPool {
         Self(Arc::new(Mutex::new(FreeLists { classes, cached_bytes: 0, max_cached_bytes })))
     }
 
-    /// A buffer of `length` bytes with any content.
+    /// A buffer of `length` bytes with arbitrary content.
     ///
     /// # Errors
     /// ENOMEM if memory runs out even after the pool's cached buffers were freed.

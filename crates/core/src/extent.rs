@@ -112,8 +112,8 @@ pub struct Extent {
     pub guest: ByteRange,
     /// `guest`, or a larger range around it that changes together with it. If the space is `NEW`,
     /// all of the range becomes visible at once, so the writer of `guest` fills the rest with its
-    /// old content (the host range lies around that of `guest`). If the data is `Compressed`, this
-    /// is the decompressed range.
+    /// old content (the rest surrounds `guest` in the host range, too). If the data is
+    /// `Compressed`, this is the decompressed range.
     pub alloc_range: ByteRange,
     /// The location of the content.
     pub state: ExtentState,
@@ -122,8 +122,8 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Whether a datasync write of this extent is pure data: mapped, not just allocated, not
-    /// shared, its mapping durable. Only then does FUA alone make the write durable.
+    /// Whether a datasync write of this extent writes data only: the extent is mapped, and neither
+    /// new nor shared, and its mapping is durable. Only then does FUA alone make the write durable.
     pub fn is_pure_overwrite(&self) -> bool {
         matches!(self.state, ExtentState::Mapped { .. }) && self.flags.is_empty()
     }
@@ -145,7 +145,7 @@ pub enum ExtentState {
     Compressed {
         /// Offset in the storage of the first compressed byte.
         host: u64,
-        /// How many bytes at most the compressed form takes.
+        /// The maximum length of the compressed form in bytes.
         length: u64,
     },
     /// The content is in the image's backing file, at the same guest offset.
@@ -156,14 +156,14 @@ bitflags::bitflags! {
     /// Properties due to which an overwrite must do more than write data.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct ExtentFlags: u8 {
-        /// The space was allocated for this request, and takes effect when it is linked.
+        /// The space was allocated for this request, and becomes visible when the extent is linked.
         const NEW = 1;
         /// Another reference (of a snapshot) shares the space: copy on write.
         const SHARED = 2;
         /// The mapping itself is not yet durable.
         const DIRTY = 4;
-        /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. The
-        /// writer of `guest` may leave the rest as it is.
+        /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range` before
+        /// the write. The writer of `guest` may leave the rest as it is.
         const ZEROED = 8;
         /// With `ZEROED`: the zeros are written and durable, so even a durable write may leave the
         /// rest as it is.

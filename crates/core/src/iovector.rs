@@ -1,15 +1,15 @@
 //! Memory on its way to or from the kernel.
 //!
-//! An [`IoVector`] is a list of memory segments together with the owner that keeps them alive. It
-//! is the only view of those bytes while it exists: it is not `Clone`, and dividing it gives parts
-//! that do not overlap. So the holder of one (an engine, a worker thread, the kernel) may read and
-//! write the bytes until it drops the vector. This upholds invariant 3 (ARCHITECTURE.md): the
-//! kernel never holds memory without an owner.
+//! An [`IoVector`] is a list of memory segments together with the owner that keeps them alive. The
+//! vector is the only view of its bytes: it is not `Clone`, and dividing it gives parts that do not
+//! overlap. So the holder of a vector (an engine, a worker thread, the kernel) may read and write
+//! the bytes until it drops the vector. This upholds invariant 3 (ARCHITECTURE.md): the kernel
+//! never holds memory without an owner.
 //!
 //! The bytes are private, or shared with another process (a guest), which may change them at any
 //! time and may even remove the memory. Shared bytes are copied by
-//! [`shared_copy`](crate::copy_from_shared). [`IoVector::is_intact`] tells whether all copied bytes
-//! were there.
+//! [`shared_copy`](crate::copy_from_shared). [`IoVector::is_intact`] returns false if memory has
+//! vanished.
 
 mod kept;
 
@@ -36,8 +36,8 @@ pub struct Segment {
     pub length: usize,
 }
 
-/// Segments of memory and their owner, and the only view of those bytes. Not `Clone`: a part is
-/// split off.
+/// Segments of memory and their owner, and the only view of those bytes. Not `Clone`;
+/// [`split_off`](Self::split_off) divides it.
 ///
 /// ```
 /// use blockhouse_core::Buffer;
@@ -57,7 +57,7 @@ pub struct IoVector {
     segments: SmallVec<[Segment; 2]>,
     length: usize,
     /// For shared memory, the flag that is set when some of it has vanished. Lives as long as
-    /// `owner`.
+    /// `owner`. After a cut past the end, [`CUT_PAST_END`].
     lost: Option<NonNull<AtomicBool>>,
 }
 
@@ -65,9 +65,9 @@ pub struct IoVector {
 /// one request, so [`IoVector::check_intact`] fails only that request.
 static CUT_PAST_END: AtomicBool = AtomicBool::new(true);
 
-// SAFETY: the vector is the only view of its bytes (`from_raw` demands it, nothing here duplicates
-// one), and the owner is itself `Send + Sync`; so moving it moves the access with it. `lost` is an
-// atomic that the owner keeps.
+// SAFETY: the vector is the only view of its private bytes (`from_raw` demands it, no function here
+// duplicates a vector). Accesses to shared bytes are atomic. The owner is itself `Send + Sync`, so
+// a move of the vector moves the access. `lost` is an atomic that the owner keeps, or a static.
 unsafe impl Send for IoVector {}
 
 impl IoVector {
@@ -87,41 +87,41 @@ impl IoVector {
     }
 
     /// A view of `segments` that are shared with another process (a guest), kept alive by `owner`.
-    /// The bytes may change at any time, and a guest may name the same bytes twice: nothing
-    /// here makes a reference to them, and all copies are atomic by the byte.
+    /// The bytes may change at any time, and a guest may name the same bytes twice. So no function
+    /// here makes a reference to them, and copies access each byte atomically.
     ///
-    /// When bytes of the memory vanish, `lost` is set before other bytes are visible in their
+    /// If bytes of the memory vanish, `lost` must be set before other bytes are visible in their
     /// place. All shared memory that is ever joined with this vector ([`chain`](Self::chain)) must
     /// have the same `lost`.
     ///
     /// # Safety
     /// Each segment must stay valid for reads and writes as long as `owner` lives, and so must
-    /// `lost` be. Until then no reference to the bytes may exist, and all accesses to them in this
-    /// process are made atomically or through [`copy_from_shared`](crate::copy_from_shared) and its
-    /// kin.
+    /// `lost` be. During that time no reference to the bytes may exist, and all accesses to them in
+    /// this process are atomic or through [`copy_from_shared`](crate::copy_from_shared) and the
+    /// other functions of its module.
     pub unsafe fn from_shared(
         owner: Arc<dyn Any + Send + std::marker::Sync>,
         segments: impl IntoIterator<Item = Segment>,
         lost: &AtomicBool,
     ) -> Self {
-        // SAFETY: what the caller guarantees; that there may be other views makes no difference to
-        // copies that are atomic.
+        // SAFETY: the caller guarantees it. Other views may exist, because all copies are atomic.
         let vector = unsafe { Self::from_raw(owner, segments) };
         Self { lost: Some(NonNull::from_ref(lost)), ..vector }
     }
 
-    /// Whether another process shares the bytes, and may change them at any time.
+    /// Whether another process shares the bytes, and may change them at any time. Also true after a
+    /// cut past the end.
     pub fn is_shared(&self) -> bool {
         self.lost.is_some()
     }
 
-    /// Whether all bytes copied from the vector so far are the owner's real bytes. Always true for
-    /// private memory; bytes of shared memory that has vanished read as zeros.
+    /// Whether all bytes copied from the vector so far are the owner's bytes. False if shared
+    /// memory has vanished (its bytes read as zeros), or after a cut past the end.
     pub fn is_intact(&self) -> bool {
         let Some(lost) = self.lost else { return true };
         // Orders the reads of the copied bytes before the read of the flag.
         fence(Ordering::Acquire);
-        // SAFETY: it lives as long as the owner (`from_shared`).
+        // SAFETY: `lost` lives as long as the owner (`from_shared`), or is a static.
         !unsafe { lost.as_ref() }.load(Ordering::Relaxed)
     }
 
@@ -179,13 +179,13 @@ impl IoVector {
         self.length == 0
     }
 
-    /// The segments, none of them empty. The addresses are for the kernel: the bytes may be touched
-    /// as long as the vector exists.
+    /// The segments, none of them empty. The addresses are for the kernel, which may access the
+    /// bytes as long as the vector exists.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// Whether every address is a multiple of `memory` and every length but the last one's a
+    /// Whether every address is a multiple of `memory`, and every length except the last is a
     /// multiple of `length` (both powers of two).
     pub fn is_aligned(&self, memory: usize, length: usize) -> bool {
         let Some((last, others)) = self.segments.split_last() else { return true };
@@ -248,14 +248,15 @@ impl IoVector {
         rest
     }
 
-    /// The segments up to the first whose memory is lost, because each further one may cause a
+    /// The segments, until memory is lost: after that, access to each further segment may cause a
     /// fault.
     fn intact_segments(&self) -> impl Iterator<Item = &Segment> {
         self.segments.iter().take_while(|_| self.is_intact())
     }
 
-    /// Copies the first bytes of the vector into `bytes`, as many as both have. Where shared memory
-    /// has vanished ([`check_intact`](Self::check_intact)) the rest of `bytes` is zeros.
+    /// Copies the first bytes of the vector into `bytes`, as many as both have. If shared memory
+    /// has vanished ([`check_intact`](Self::check_intact)), zeros take the place of the bytes that
+    /// are not copied.
     pub fn copy_to(&self, bytes: &mut [u8]) {
         self.copy_to_from(0, bytes);
     }
@@ -273,7 +274,8 @@ impl IoVector {
         bytes[done.min(end)..end].fill(0);
     }
 
-    /// The parts of [`intact_segments`](Self::intact_segments) in `length` bytes from `start` on.
+    /// The parts of [`intact_segments`](Self::intact_segments) that are among the `length` bytes
+    /// from `start` on.
     fn intact_pieces(&self, start: usize, length: usize) -> impl Iterator<Item = Segment> {
         let (mut skipped, mut left) = (start, length);
         self.intact_segments().map_while(move |segment| {
@@ -287,12 +289,12 @@ impl IoVector {
     }
 
     /// # Safety
-    /// There are as many bytes at `source`, in a segment.
+    /// `source` has at least as many bytes as `target`, all in one segment.
     unsafe fn copy_out(&self, source: NonNull<u8>, target: &mut [u8]) {
         let (source, target, count) = (source.as_ptr(), target.as_mut_ptr(), target.len());
         // SAFETY: the source is valid (`from_raw`). No reference to a segment's bytes exists, so
-        // the two do not overlap. Private bytes are only this vector's; shared ones are
-        // copied as such.
+        // source and target do not overlap. Private bytes belong to this vector only;
+        // `copy_from_shared` copies shared bytes.
         unsafe {
             match self.lost {
                 None => ptr::copy_nonoverlapping(source, target, count),
@@ -357,8 +359,8 @@ impl IoVector {
     /// Sets every byte. Stops where shared memory has vanished.
     pub fn fill(&mut self, byte: u8) {
         for &Segment { address, length } in self.intact_segments() {
-            // SAFETY: the segment is valid for writes (`from_raw`). Private bytes are only this
-            // vector's; shared ones are set as such.
+            // SAFETY: the segment is valid for writes (`from_raw`). Private bytes belong to this
+            // vector only; `fill_shared` sets shared bytes.
             unsafe {
                 match self.lost {
                     None => ptr::write_bytes(address.as_ptr(), byte, length),
@@ -386,7 +388,7 @@ pub struct IoVectorList {
     length: usize,
 }
 
-// SAFETY: `segments` only repeats what `vectors` own, and those are `Send`.
+// SAFETY: `segments` only repeats the segments of `vectors`, which are `Send`.
 unsafe impl Send for IoVectorList {}
 
 impl IoVectorList {

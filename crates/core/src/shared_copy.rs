@@ -2,19 +2,19 @@
 //!
 //! By Rust's memory model, `memcpy` on such memory is a data race: its accesses are not atomic, so
 //! the compiler may assume that the memory does not change. The functions here have no data race in
-//! that model. Each is defined as a sequence of `Relaxed` [`AtomicU8`] accesses, one for each byte
-//! of the shared memory (on processors other than x86-64, of aligned words if both sides are
-//! aligned). The other side is private memory and is accessed as usual. An inline `asm!` block must
-//! behave like some sequence of Rust operations that its author names (the Rust reference, "Rules
-//! for inline assembly"), and this sequence is the one named: no instruction of the loops below
-//! tears a byte, or reads what it has written. So each copied byte has a value that some process
-//! stored there. There is no order between bytes, nor between two copies of the same byte. So a
-//! caller that must not read a value twice copies it once and then uses the copy.
+//! that model. Each is defined as a sequence of `Relaxed` [`AtomicU8`] accesses, one or two for
+//! each byte of the shared memory (on processors other than x86-64, of aligned words if both sides
+//! are aligned). The other side is private memory and is accessed as usual. An inline `asm!` block
+//! must behave like a sequence of Rust operations that its author names (the Rust reference, "Rules
+//! for inline assembly"). The author names the sequence above: no instruction of the loops below
+//! tears a byte, or reads bytes that it has written. So each copied byte has a value that some
+//! process stored there. There is no order between bytes, nor between two copies of the same byte.
+//! So a caller that must not read a value twice copies it once and then uses the copy.
 //!
-//! Cost: as `memcpy` from 512 bytes on (`cargo bench -p blockhouse-core --bench shared_copy`). The
-//! loops use vector instructions and not `rep movsb`, which falls to 1 GB/s on Zen 3 if the
-//! target's offset in its page is a little above the source's (the C library's `memcpy` uses `rep
-//! movsb` there and is as slow).
+//! Cost: from 512 bytes on, that of `memcpy` (`cargo bench -p blockhouse-core --bench
+//! shared_copy`). The loops use vector instructions and not `rep movsb`, which falls to 1 GB/s on
+//! Zen 3 if the target's offset in its page is a little above the source's (the C library's
+//! `memcpy` uses `rep movsb` there and is as slow).
 //!
 //! Memory may vanish during a copy (its file is truncated): the copy then continues with zeros, and
 //! [`IoVector::is_intact`](crate::IoVector::is_intact) reports the loss. Private memory never needs
@@ -30,7 +30,7 @@ const VECTOR: usize = 32;
 /// # Safety
 /// `source` is valid for reads of `length` bytes, and all changes of them in this process during
 /// the call are made atomically or through this module. `target` is valid for writes of `length`
-/// bytes that nothing else accesses. They do not overlap.
+/// bytes that nothing else accesses. Source and target do not overlap.
 pub unsafe fn copy_from_shared(source: *const u8, target: *mut u8, length: usize) {
     // SAFETY: what the caller guarantees.
     unsafe { copy_any(source, target, length, Side::Source) }
@@ -89,8 +89,8 @@ unsafe fn copy_any(source: *const u8, target: *mut u8, length: usize, shared: Si
 /// # Safety
 /// As for [`copy_from_shared`] or [`copy_to_shared`].
 unsafe fn copy_byte(source: *const u8, target: *mut u8, shared: Side) {
-    // SAFETY: what the caller guarantees. The pointer to mutable is what `from_ptr` takes, and
-    // shared memory may be written to; nothing is stored through it here.
+    // SAFETY: what the caller guarantees. `from_ptr` takes a pointer to mutable memory. Shared
+    // memory is mutable, and the load stores nothing.
     unsafe {
         match shared {
             Side::Source => target.write(AtomicU8::from_ptr(source.cast_mut()).load(Relaxed)),
@@ -154,7 +154,8 @@ mod x86_64 {
                         concat!($mov, " [{t} + ", $vector, "], ", $register, "1"),
                         concat!($mov, " [{t} + ", $vector2, "], ", $register, "2"),
                         concat!($mov, " [{t} + ", $vector3, "], ", $register, "3"),
-                        // Subtracted: -128 fits into a byte of the instruction, 128 does not.
+                        // `sub` of -128 replaces `add` of 128, because only -128 fits into one byte
+                        // of the instruction.
                         concat!("sub {s}, -", $block),
                         concat!("sub {t}, -", $block),
                         "dec {blocks}",
@@ -205,8 +206,8 @@ mod x86_64 {
 }
 
 /// Copies at least [`VECTOR`] bytes, one side of which is shared: by words where both sides are
-/// aligned, else by bytes. The same memory is accessed by words and by bytes only if the guest
-/// gives overlapping memory to two requests.
+/// aligned, else by bytes. The same memory is accessed by words and by bytes at the same time only
+/// if the guest gives overlapping memory to two requests.
 ///
 /// # Safety
 /// As for [`copy_from_shared`] or [`copy_to_shared`].

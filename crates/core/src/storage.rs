@@ -13,14 +13,13 @@ use crate::{ByteRange, Durability, Error, ErrorKind, Fua, IoVector, Result, Sync
 
 /// A flat range of bytes that can be read, written and made durable.
 ///
-/// A future that is dropped before it is ready leaves its operation to complete by itself: the
-/// operation owns its [`IoVector`] until then, and the caller does not learn whether a dropped
-/// write has happened. When a future is ready, the vector has been dropped: the lender can use its
-/// buffer again.
+/// The operation of a dropped future still runs to its end, and owns its [`IoVector`] until then.
+/// The caller does not learn whether a dropped write has happened. When a future is ready, the
+/// vector has been dropped: the lender can use its buffer again.
 ///
-/// The outcome of a dropped flush or durable write is not lost, because the host reports each
-/// failure once: the next flush first waits until such operations have ended, and if one of them
-/// failed it fails with that error.
+/// The outcome of a dropped flush or durable write is not lost. The next flush first waits until
+/// such operations have ended, and fails with the error of one that failed. Reason: the host
+/// reports each failure only once.
 ///
 /// The order of operations in flight at the same time is not defined. A caller that needs an order
 /// waits for the first before it starts the second.
@@ -33,10 +32,10 @@ pub trait Storage: 'static {
     /// The storage's name for messages, usually a path.
     fn name(&self) -> &str;
 
-    /// The storage's abilities and its cheapest operations, for the calling thread, which must also
-    /// submit the request: another thread may reach the storage in another way. The call is cheap,
-    /// because callers make it for each request. A thread's answer may get worse at run time (the
-    /// kernel refuses a flag), never better.
+    /// The storage's abilities and its cheapest operations, for requests that the calling thread
+    /// submits. Reason: another thread may reach the storage in another way. The call must be
+    /// cheap, because callers make it for each request. A thread's answer may get worse at run time
+    /// (the kernel refuses a flag), never better.
     fn capabilities(&self) -> Capabilities;
 
     /// The size in bytes.
@@ -45,11 +44,11 @@ pub trait Storage: 'static {
     /// Fills `into` with the bytes from `offset` on. Bytes past the end of a file read as zeros.
     fn read(&self, offset: u64, into: IoVector) -> impl Future<Output = Result<()>>;
 
-    /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), with
-    /// the durability given. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when
-    /// there was no space for all bytes. A write past the end makes the storage longer. A write
-    /// that fails may have stored any part of the bytes; [`size`](Self::size) then returns the
-    /// length that results.
+    /// Stores all bytes of `from` at `offset`, with the given durability. A short write is
+    /// continued. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when there was no
+    /// space for all bytes. A write past the end makes the storage longer. A write that fails may
+    /// have stored any part of the bytes; [`size`](Self::size) then returns the length that
+    /// results.
     ///
     /// A durable write is a write and a flush in one. So its failure, with any errno, may be the
     /// only report that an earlier write was lost. If the storage knows that no other write was
@@ -93,7 +92,7 @@ pub trait Storage: 'static {
         ready(Err(Error::new(ErrorKind::Unsupported, what).on(self.name())))
     }
 
-    /// How many bytes the host could still allocate to the storage, unless other files take them
+    /// The bytes that the host can still allocate to the storage, unless other files take them
     /// first; `None` if that is unknown, or if all of the storage's space is allocated.
     ///
     /// # Errors
@@ -134,8 +133,8 @@ pub trait Storage: 'static {
         true
     }
 
-    /// The allocation at the start of `range`, and for how many bytes it is the same (at least one,
-    /// at most the length of the range, which must not be empty).
+    /// The allocation at the start of `range`, and the number of bytes that have this allocation:
+    /// at least one, at most the length of the range. The range must not be empty.
     fn block_status(&self, range: ByteRange) -> impl Future<Output = Result<(Allocation, u64)>>;
 
     /// Starts to bring the range into the cache, if there is one. Without a cache it does nothing.
@@ -159,8 +158,8 @@ pub trait Storage: 'static {
     }
 
     /// Whether [`close`](Self::close) releases something that operations need, so that they fail
-    /// afterwards. A storage that implements `close` must return `true`: otherwise it is closed
-    /// while operations are in flight.
+    /// afterwards. A storage that implements `close` must return `true`; otherwise callers close
+    /// the storage while operations are in flight.
     fn needs_close(&self) -> bool {
         false
     }
@@ -234,7 +233,7 @@ pub enum SnapshotChange<'a> {
         /// The new name.
         to: &'a str,
     },
-    /// Restores the storage's content and size of the time when this snapshot was taken.
+    /// Restores the content and the size that the storage had when this snapshot was taken.
     Apply(&'a str),
 }
 
@@ -254,7 +253,7 @@ pub struct StorageSnapshot {
     pub id: u64,
     /// The name, also unique in the storage.
     pub name: String,
-    /// When the snapshot was taken, since 1970-01-01 UTC.
+    /// The time at which the snapshot was taken, since 1970-01-01 UTC.
     pub created: Duration,
     /// Bytes of the storage when the snapshot was taken.
     pub size: u64,

@@ -1,4 +1,5 @@
-//! Dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
+//! Dirty bitmaps of an open disk. A bitmap records which parts of the disk have changed since the
+//! bitmap was added or cleared.
 //!
 //! A persistent bitmap is stored in the image. A transient bitmap ([`TransientBitmaps`]) is only in
 //! memory and ends with the disk; disks of any format can have one, also read-only disks. All
@@ -78,8 +79,7 @@ impl<S: Storage> Disk<S> {
 }
 
 /// The bitmaps of an open disk. Each change happens as a whole or not at all. A change of a
-/// persistent bitmap is durable when the call returns. During the call, other changes of the disk
-/// are held off.
+/// persistent bitmap is durable when the call returns. The disk is quiesced while a change is made.
 pub struct DiskBitmaps<'a, S: Storage> {
     disk: &'a Disk<S>,
 }
@@ -102,7 +102,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(all)
     }
 
-    /// Whether the bitmap of this name is in memory.
+    /// Whether a bitmap of this name is in memory.
     pub fn is_transient(&self, name: &str) -> bool {
         self.disk.transient_bitmaps.get().has(name)
     }
@@ -182,9 +182,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(dirty)
     }
 
-    /// A copy in memory of the bitmap of this name. Its granules have at least `min_granularity`
-    /// bytes, a power of two. If the bitmap is enabled, the copy has all changes before the call,
-    /// and may have later ones.
+    /// A copy in memory of the bitmap of this name. `min_granularity` is the minimum size of the
+    /// copy's granules in bytes, a power of two. If the bitmap is enabled, the copy has all changes
+    /// before the call, and may have later ones.
     ///
     /// # Errors
     /// As [`extents`](Self::extents), and as [`DirtyMap::new`].
@@ -369,7 +369,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         }
     }
 
-    /// Runs a change of the bitmaps while the guest's changes are held off.
+    /// Runs a change of the image's bitmaps while the disk is quiesced.
     async fn while_quiesced(
         &self,
         change: impl AsyncFnOnce(&Bitmaps<'_, FlushTracker<S>>) -> Result<()>,
@@ -442,7 +442,7 @@ fn of_an_image(change: &BitmapChange) -> Option<ImageChange> {
     })
 }
 
-/// The point where the changes of several images wait for each other before they take effect.
+/// A barrier: the changes of several images wait here for each other before they take effect.
 #[derive(Default)]
 struct Meeting {
     of: usize,

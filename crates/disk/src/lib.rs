@@ -34,13 +34,14 @@
 //! ```
 //!
 //! [`Disk::raw`] and [`Disk::open`] make a disk of your own storage. The crate also has operations
-//! as of `qemu-img`: [`CopyJob`], [`CompareJob`], snapshots, resize, commit, rebase and VM state.
+//! of `qemu-img`: [`CopyJob`], [`CompareJob`], snapshots, resize, commit, rebase and VM state.
 //!
 //! The modules from the bottom up; each uses only modules above it in this list:
 //!
 //! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order
 //!   of overlapping changes, requests in parts
-//! - `dirty_map`, `observers`: the changed parts of a disk, and the observers of changes
+//! - `observers`, `dirty_map`, `transient_bitmaps`, `read_probe`: the observers of changes, the
+//!   changed parts of a disk, bitmaps in memory, probes for reads of another disk
 //! - `throttle`: limits on rates
 //! - `state`: memory that outlives the process
 //! - `durability`: the durability decision, and the tracker of flushes around each storage

@@ -37,7 +37,7 @@ impl<S: Storage> Disk<S> {
 
 /// The outcome of a change prepared while guests write.
 enum Prepared {
-    /// The change is made: the snapshot is taken.
+    /// The change is made: the snapshot is taken or deleted.
     Taken(Snapshot),
     /// The whole change must be made at once, while guests' changes are held off.
     AtOnce,
@@ -252,7 +252,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         Ok(rare(self.create_at_once(name, Some(state))).await?.0)
     }
 
-    /// Runs a change of the whole image while the guest's changes are held off.
+    /// Flushes, and then runs a change of the snapshots while the guest's changes are held off.
     async fn while_quiesced<T>(
         &self,
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
@@ -316,8 +316,8 @@ pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Res
     Ok(Pause { length: began.elapsed() })
 }
 
-/// Deletes a snapshot of the disk's storage that has no further use. Guests' changes continue;
-/// errors are logged.
+/// Deletes a snapshot of the disk's storage that has no further use. Does not hold off guests'
+/// changes; errors are logged.
 pub(crate) async fn delete_unneeded<S: Storage>(disk: &Disk<S>, name: &str) {
     let deleted = match disk.format().snapshots() {
         Ok(snapshots) => snapshots.delete(name).await,

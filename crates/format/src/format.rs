@@ -88,12 +88,12 @@ impl<S: Storage> Format<S> {
     }
 
     /// Maps the first bytes of `range`: returns an extent that starts with `range`, is not empty
-    /// and does not exceed it. If its guest offset is aligned to the storage's alignment, or to a
-    /// part of it, so is its host offset.
+    /// and does not exceed it. If the extent's guest offset is a multiple of the storage's
+    /// alignment or of a smaller power of two, so is its host offset.
     ///
-    /// `range` must not be empty, must lie before [`end`](Self::end), and for all intents but
-    /// `Read` must be aligned as the storage demands (or stop at the end). For these intents, the
-    /// caller passes every extent to exactly one of [`link`](Self::link) and
+    /// `range` must not be empty, and must lie before [`end`](Self::end). For all intents but
+    /// `Read`, `range` must be aligned as the storage demands (or stop at the end). For these
+    /// intents, the caller passes every extent to exactly one of [`link`](Self::link) and
     /// [`abort`](Self::abort).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         let extent = match self {
@@ -131,10 +131,10 @@ impl<S: Storage> Format<S> {
         extent.map(|extent| check_extent(self, range, Intent::Write, extent)).transpose()
     }
 
-    /// Begins a read: must be called before [`map`](Self::map) with [`Intent::Read`]; the guard is
-    /// dropped after the data was read. Until then the mapped host ranges are not reused, whatever
-    /// is written, discarded and flushed at the same time. The holder must wait for nothing but
-    /// reads. `None` if the format never reuses host ranges.
+    /// Begins a read. The caller calls this before [`map`](Self::map) with [`Intent::Read`], and
+    /// drops the guard after the data was read. Until then the mapped host ranges are not reused,
+    /// whatever is written, discarded and flushed at the same time. The holder must wait for
+    /// nothing but reads. `None` if the format never reuses host ranges.
     pub fn begin_read(&self) -> Option<ReadGuard<'_>> {
         match self {
             Self::Flat(_) => None,
@@ -150,8 +150,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Begins a write without FUA that will need a metadata sync: must be called before the data is
-    /// written; the guard is dropped when the write has ended, with or without an error. A
+    /// Begins a write without FUA that will need a metadata sync. The caller calls this before the
+    /// data is written, and drops the guard when the write has ended, with or without an error. A
     /// [`flush`](Self::flush) or [`sync_data_and_metadata`](Self::sync_data_and_metadata) that has
     /// metadata to write first waits for the guards that exist, and so covers those writes as well.
     /// The holder must wait for nothing but the storage, and the write should be short. `None` if

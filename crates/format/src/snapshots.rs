@@ -34,8 +34,8 @@ impl<S: Storage> Format<S> {
     }
 }
 
-/// The snapshots of an image. A change is atomic, and durable when it returns. The caller holds off
-/// changes of guest data meanwhile.
+/// The snapshots of an image. A change is atomic, and durable when it returns. The caller ensures
+/// that no change of guest data is in flight meanwhile.
 pub enum Snapshots<'a, S: Storage> {
     /// Snapshots inside the image.
     Internal(InternalSnapshots<'a, S>),
@@ -73,7 +73,7 @@ impl<'a, S: Storage> Snapshots<'a, S> {
     /// [`Storage::changes_since`].
     ///
     /// # Errors
-    /// As there; `Unsupported` if the format takes the snapshots.
+    /// As [`Storage::changes_since`]; `Unsupported` if the format takes the snapshots.
     pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
         match self {
             Self::Internal(image) => {
@@ -88,8 +88,8 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         }
     }
 
-    /// Prepares a change while the guest continues to write, so that the change itself is short
-    /// however much is mapped. `None` if there is nothing to prepare: the caller
+    /// Prepares a change while the guest continues to write, so that the change itself is short for
+    /// any amount of mapped data. `None` if there is nothing to prepare: the caller
     /// [creates](Self::create) or [deletes](Self::delete) the snapshot directly. A prepared change
     /// that is dropped has changed nothing; [`give_back`](Self::give_back) frees its space.
     ///
@@ -134,7 +134,7 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         taken.map(described).ok_or_else(|| no_snapshot(storage, &new.name))
     }
 
-    /// Returns the disk to its state when the snapshot was taken.
+    /// Reverts the disk to its state when the snapshot was taken.
     ///
     /// # Errors
     /// As [`InternalSnapshots::apply`] and [`Storage::change_snapshots`].

@@ -1,8 +1,9 @@
 //! The interface of a job for its users: their requests, and its progress.
 //!
-//! Guarantees: every method returns at once, from any thread. A request is in effect when its
-//! method returns: a job whose [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or
-//! has failed before the call. A job that has ended never changes.
+//! Guarantees: every method may be called from any thread, and returns at once unless it is
+//! `async`. A request is in effect when its method returns: a job whose
+//! [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or has failed before the call.
+//! A job that has ended never changes.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -54,7 +55,8 @@ pub enum JobEnd {
 /// Figures of a job, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct JobProgress {
-    /// The bytes written to the target. More than the disk has if the guest changes copied ranges.
+    /// The bytes written to the target. The number exceeds the disk's size if the guest often
+    /// changes copied ranges.
     pub copied: u64,
     /// The bytes still to be copied, as far as known.
     pub remaining: u64,
@@ -230,7 +232,8 @@ impl JobControl {
         self.set_stage(JobStage::Ended(end));
     }
 
-    /// Notified when the requests to the job or its stage change, and of the job's events.
+    /// Notified when a user's request or the job's stage changes, and at the job's events, such as
+    /// the end of a pass.
     pub(crate) fn changed(&self) -> &Condvar {
         &self.changed
     }

@@ -30,8 +30,8 @@ use crate::tracker::{ForwardedWrite, Tracker, UrgentCopy, UrgentWork};
 
 /// Bytes of one copy.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// The approximate number of background copies in a second if the rate is limited. A copy has the
-/// bytes of that part of a second.
+/// The approximate number of background copies in a second if the rate is limited. The length of a
+/// copy is the rate divided by this number, from `MIN_CHUNK_SIZE` to `CHUNK_SIZE`.
 const CHUNKS_A_SECOND: u64 = 256;
 /// Minimum bytes of a copy at a limited rate, if this many dirty bytes are adjacent.
 const MIN_CHUNK_SIZE: u64 = 64 << 10;
@@ -58,7 +58,7 @@ pub(crate) struct CopyRule {
     pub(crate) max_gap: u64,
 }
 
-/// See the module's page.
+/// The copier of a job; see the module's page.
 pub(crate) struct Copier<S: Storage> {
     source: Arc<Disk<S>>,
     rule: CopyRule,
@@ -98,9 +98,9 @@ enum Work {
 /// The next step.
 enum Next {
     Begin(Work),
-    /// Begin nothing until this time has passed.
+    /// No work begins until this time has passed.
     Later(Duration),
-    /// Begin nothing until a notification or the end of a piece of work.
+    /// No work begins until a notification or the end of a piece of work.
     Nothing,
 }
 
@@ -258,10 +258,10 @@ impl<S: Storage> Copier<S> {
     fn next(&self) -> Next {
         let is_free =
             |range: ByteRange| !self.in_flight.borrow().iter().any(|busy| busy.overlaps(range));
-        // A copy may have at least a whole granule, because only whole granules are made clean.
+        // The limit is at least one granule, because only whole granules are made clean.
         let limit = CHUNK_SIZE.max(self.tracker.dirty().granularity());
-        // If the target is slower than the guest, there is always urgent work. So background copies
-        // have a separate limit.
+        // Background copies have a separate limit, because urgent work never ends if the target is
+        // slower than the guest.
         let has_room = self.urgent.get() < MAX_URGENT;
         let urgent = has_room.then(|| self.tracker.next_urgent(limit, is_free)).flatten();
         self.urgent.set(self.urgent.get() + usize::from(urgent.is_some()));
@@ -317,8 +317,8 @@ impl<S: Storage> Copier<S> {
     /// The next dirty range that is not being copied, at most `limit` bytes of it. `None` at the
     /// end of the disk, where a pass ends. While the guest waits, the search begins at the start
     /// again at once, and the pass does not end. Reason: the end of a pass notifies tasks, the
-    /// copier among them. If each search at the end of the disk notified it, it would never wait
-    /// for its copies.
+    /// copier among them. If each search at the end of the disk notified the copier, the copier
+    /// would never wait for its copies.
     fn next_dirty(&self, limit: u64) -> Option<ByteRange> {
         let start = self.cursor.get();
         let next = self.next_dirty_to_end(limit);
@@ -329,8 +329,8 @@ impl<S: Storage> Copier<S> {
             self.cursor.set(0);
             return self.next_dirty_to_end(limit);
         }
-        // If guests' writes are forwarded, the second pass may find nothing. It ends only when the
-        // copies of the first pass have ended.
+        // If guests' writes are forwarded, the second pass may find no dirty range. The second pass
+        // ends only when the copies of the first pass have ended.
         let (copies, _) = self.background.get();
         if start > 0 || self.passes() == 0 || (self.passes() == 1 && copies == 0) {
             self.end_pass();

@@ -5,21 +5,21 @@
 //!    source's changes are tracked.
 //! 2. The ranges with data, as the maps of the disks show, are copied; then, repeatedly, the ranges
 //!    that the guest has changed meanwhile. If the copy does not converge, the guest's changes wait
-//!    for their copy ([`CopyMode`]).
+//!    for the target ([`CopyMode`]).
 //! 3. When the job is asked to complete and little is left, the guest's changes are held off, the
 //!    rest is copied, and the target is flushed. Then the first sector is written durably in place
-//!    of the mark. At this moment the target becomes complete. The disk is switched to the target,
-//!    or retired, and the guest's changes continue.
+//!    of the mark. At this moment the target becomes complete. Then the disk is switched to the
+//!    target, is retired or stays ([`Completion`]), and changes are no longer held off.
 //!
 //!    If step 3 takes longer than `MAX_PAUSE`, the guest's changes continue on the source, the
 //!    target gets its mark again, and the job is ready as before: a user can ask it to complete
 //!    again.
 //!
 //! Guarantees: an error of the target ends the job, and fails no request of the guest. Until the
-//! moment of step 3 the source is the disk, and the target has the mark; from then on the target
-//! has every acknowledged write. Whatever the target does, changes are held off for at most
-//! `MAX_PAUSE`, and continue at once when the job is cancelled or fails. Only the guest changes the
-//! source. Nothing is written to a target that is the source itself.
+//! moment of step 3 the source is the disk, and the target has the mark. At that moment the target
+//! has every acknowledged write. Changes are held off for at most `MAX_PAUSE`, even if the target
+//! hangs, and continue at once when the job is cancelled or fails. Only the guest changes the
+//! source. A target that is the source itself gets no write.
 //!
 //! A *commit* is a mirror whose target is the backing file of the source, as in QEMU
 //! (`commit_active_start`). The target has no mark, and only data in the source's own image is
@@ -30,9 +30,9 @@
 //! an [action](Mirror::before_switch) records that the target is the disk: this is the moment of
 //! step 3.
 //!
-//! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)),
-//! whose target does not replace the disk. A backup of certain ranges leaves the rest of the target
-//! as it is, and gives the target no mark.
+//! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)). Its
+//! target does not replace the disk. A backup of certain ranges leaves the rest of the target as it
+//! is, and gives the target no mark.
 
 mod complete;
 
@@ -64,11 +64,12 @@ const MAX_GRANULES: u64 = 128 << 20;
 /// The most bytes that may be left when changes are held off: they are copied in a few
 /// milliseconds.
 const MAX_LEFT: u64 = 1 << 20;
-/// As `MAX_LEFT`, while changes wait for the target: then the rest only shrinks.
+/// As `MAX_LEFT`, in write-blocking mode. The limit is lower, because the rest hardly grows then.
 const MAX_BLOCKING_LEFT: u64 = 256 << 10;
 /// A mirror that has at most this many bytes left is ready: it can be completed soon.
 const MAX_READY_LEFT: u64 = 64 << 20;
-/// The number of probes: reads of the target that would arrive at the source if both were the same.
+/// The number of probes. A probe is a read of the target, which arrives at the source if both are
+/// the same.
 const PROBES: usize = 4;
 /// The offsets and lengths of probes are multiples of this number of bytes, and so of the blocks of
 /// any storage.
@@ -95,14 +96,15 @@ pub enum CopyMode {
 /// The options of a mirror.
 #[derive(Clone, Copy, Debug)]
 pub struct MirrorOptions {
-    /// Whether all of the target reads as zeros. Otherwise zeros are written, too.
+    /// Whether all of the target reads as zeros. If not, the mirror writes zeros, too.
     pub is_target_zero: bool,
-    /// Whether the guest's changes wait for their copy.
+    /// Whether the guest's changes wait for the target.
     pub mode: CopyMode,
     /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^27
     /// units has larger units, so that the two maps of units take at most 16 MiB each.
     pub granularity: u64,
-    /// If changes wait for the target, they wait only while the target lacks this many bytes.
+    /// The limit of the backlog: in write-blocking mode, changes wait while the target lacks at
+    /// least this many bytes.
     pub backlog: u64,
 }
 
@@ -161,7 +163,7 @@ pub struct Mirror<S: Storage> {
     only: Option<DirtyMap>,
 }
 
-/// Why a mirror stops without a result.
+/// The reasons why a mirror stops without a result.
 enum Stop {
     Cancelled,
     /// The guest's changes would be held off for too long: the user may complete the job later.
@@ -178,11 +180,12 @@ impl From<Error> for Stop {
 }
 
 impl<S: Storage> Mirror<S> {
-    /// A mirror of `source` to `target`, which has the same size and no other user, and whose
+    /// A mirror of `source` to `target`. The target has the same size and no other user; its
     /// content is lost.
     ///
     /// # Errors
-    /// As [`Disk::check_replacement`]; the host has no memory to track changes.
+    /// As [`Disk::check_replacement`]; `InvalidInput` for a disk shorter than the mark; the host
+    /// has no memory to track changes.
     pub fn new(
         source: Arc<Disk<S>>,
         target: Arc<Disk<S>>,
@@ -223,7 +226,8 @@ impl<S: Storage> Mirror<S> {
     /// size.
     ///
     /// # Errors
-    /// As [`new`](Self::new); `InvalidInput` if the backing file is not open for writing.
+    /// As [`Disk::check_replacement`]; `InvalidInput` if the backing file is not open for writing;
+    /// the host has no memory to track changes.
     pub fn commit(
         source: Arc<Disk<S>>,
         mode: CopyMode,
@@ -292,8 +296,8 @@ impl<S: Storage> Mirror<S> {
         self
     }
 
-    /// Runs `action` before the target becomes complete, while the guest continues. If the action
-    /// fails, the job fails.
+    /// Runs `action` before the target becomes complete, while the guest continues, except for a
+    /// [copy](Completion::Copy). If the action fails, the job fails.
     #[must_use]
     pub fn before_completion(mut self, action: impl Fn() -> Result<()> + 'static) -> Self {
         self.before_completion = Box::new(action);
@@ -301,7 +305,8 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// Runs `action` when the target durably has every acknowledged write, while changes are held
-    /// off. After the action the guest continues on the target. If the action fails, the job fails.
+    /// off. After the action the guest continues on the target. If the action fails or is late
+    /// (`MAX_PAUSE`), the job fails. Only a commit runs the action.
     #[must_use]
     pub fn before_switch(
         mut self,
@@ -311,8 +316,9 @@ impl<S: Storage> Mirror<S> {
         self
     }
 
-    /// Runs `action` if the mirror fails after [`before_completion`](Self::before_completion),
-    /// before the guest's changes continue: the guest stays on the source.
+    /// Runs `action` if the mirror fails or is late after
+    /// [`before_completion`](Self::before_completion): the guest stays on the source. The action
+    /// runs before the guest's changes continue.
     #[must_use]
     pub fn source_kept(mut self, action: impl Fn() + 'static) -> Self {
         self.source_kept = Box::new(action);
@@ -320,14 +326,14 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// Runs `action` once the disk's requests go to the target, before the disk's old image is
-    /// closed, which may take as long as its storage takes to answer.
+    /// closed. The close takes as long as the old image's storage takes to answer.
     #[must_use]
     pub fn switched(mut self, action: impl Fn() + 'static) -> Self {
         self.switched = Box::new(action);
         self
     }
 
-    /// Runs the mirror, and ends as its control says. On return, nothing is in flight at the
+    /// Runs the mirror, and ends as its control requests. On return, no request is in flight at the
     /// target. Once the end is [decided](JobControl::decided), no request of the guest waits for
     /// the job. The caller closes the target if it did not replace the disk, and passes the
     /// [end](JobControl::end) to the control.
@@ -407,8 +413,8 @@ impl<S: Storage> Mirror<S> {
         self.mark_first().await?;
         self.copier.tell_progress();
         self.copier.start();
-        // The job is ready only after the second pass: until then, last copies of the first one may
-        // be in flight.
+        // The job is ready after the second pass, or when both disks are equal. Reason: during the
+        // second pass, copies of the first one may be in flight.
         let is_ready = |left| self.copier.passes() > 1 && left <= MAX_READY_LEFT;
         let ready = || (is_ready(self.copier.remaining()) || self.copier.is_idle()).then_some(());
         self.keep_up(MAX_READY_LEFT, ready).await?;
@@ -432,10 +438,10 @@ impl<S: Storage> Mirror<S> {
         let is_little = |left| left <= if is_blocking() { MAX_BLOCKING_LEFT } else { MAX_LEFT };
         let left_dirty = || self.copier.remaining().saturating_sub(self.tracker.backlog());
         self.keep_up(MAX_LEFT, || is_little(left_dirty()).then_some(())).await?;
-        // This flush leaves little to flush while changes are held off.
+        // A flush here leaves little to flush while changes are held off.
         self.unless_ending(flush_ahead(&[&*self.target], SyncMode::Data)).await??;
-        // This also waits for copies in flight, which become fewer step by step while the guest
-        // continues.
+        // In write-blocking mode, the job also waits for copies in flight and for the backlog,
+        // whose limit is lowered step by step while the guest continues.
         self.keep_up(MAX_LEFT, || {
             self.tracker.shorten_backlog(MAX_BLOCKING_LEFT / 2);
             (!is_blocking() || is_little(self.copier.remaining())).then_some(())

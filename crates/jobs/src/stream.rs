@@ -1,12 +1,12 @@
 //! A stream fills a disk's image from its backing file while the guest continues, and then detaches
 //! the backing file (`block-stream` of QEMU). With a further base, the image gets only the data of
 //! the images above that base, and then the base becomes its backing file. A commit of layers
-//! ([`LayerCommit`], `block-commit` of QEMU with a top that is not the disk's image) has the same
-//! steps, but copies the data of the layers above a base down into that base.
+//! ([`LayerCommit`]) has the same steps, but copies the data of the layers above a base down into
+//! that base (`block-commit` of QEMU with a top that is not the disk's image).
 //!
 //! 1. From the start to the end of the disk, the ranges that the image leaves to its backing file
-//!    are copied into the image ([`DiskJobs::populate`](blockhouse_disk::DiskJobs::populate)), a
-//!    few parts at a time, at the pace that the guest's requests allow ([`Pace`]).
+//!    are copied into the image ([`DiskJobs::populate`](blockhouse_disk::DiskJobs::populate)). A
+//!    few parts are copied at a time, at the pace that the guest's requests allow ([`Pace`]).
 //! 2. When no such range is left, the copied data becomes durable
 //!    ([`DiskJobs::check_populated`](blockhouse_disk::DiskJobs::check_populated)). Then one write
 //!    of the header detaches the backing file
@@ -132,8 +132,8 @@ impl<S: Storage> Stream<S> {
         Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, work }
     }
 
-    /// Makes the job retry parts that cannot be filled, until the job is cancelled. For a job
-    /// without supervision whose storage may be unavailable for a while. Each pause is twice the
+    /// Makes the job retry parts that cannot be filled, until the job is cancelled. Meant for a job
+    /// without supervision, whose storage may be unavailable for a while. Each pause is twice the
     /// last one, from 10 seconds to 5 minutes; pauses are logged.
     #[must_use]
     pub fn try_again(mut self) -> Self {
@@ -244,7 +244,8 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// Leaves a part that cannot be looked up to the next pass.
+    /// Leaves up to [`SKIPPED`] bytes to the next pass, because the lookup of their part has
+    /// failed.
     fn leave_out(&self, error: Error) -> Result<()> {
         let start = self.cursor.get();
         let end = self.work.end(&self.disk).min(start.saturating_add(SKIPPED));

@@ -31,10 +31,10 @@ use parking_lot::Mutex;
 /// Maximum bytes of forwarded writes in flight to the target: more than the limit of a backlog,
 /// because changes that have waited for the backlog begin together.
 const MAX_FORWARDED_BYTES: u64 = 16 << 20;
-/// A short forwarded write counts as this many bytes, because each is an operation.
+/// A shorter forwarded write counts as this many bytes, because each write costs an operation.
 const MIN_FORWARDED_BYTES: u64 = 4 << 10;
-/// Changes that wait for the backlog continue when it is this many bytes below its limit, or half
-/// as long as the limit, whichever comes first.
+/// Changes that wait for the backlog continue when the backlog is this many bytes below its limit,
+/// or half of the limit, whichever comes first.
 const BACKLOG_STEP: u64 = 64 << 10;
 /// The ID of a change that is not forwarded.
 const NOT_FORWARDED: ChangeId = 0;
@@ -44,7 +44,7 @@ const OVERLAPPING: ChangeId = ChangeId::MAX;
 /// Observes the disk that is copied.
 pub(crate) struct Tracker {
     dirty: DirtyMap,
-    /// Notified when there is work that a request waits for.
+    /// Notified when there is urgent work.
     work_added: Condvar,
     buffers: BufferPool,
     is_blocking: AtomicBool,
@@ -63,7 +63,7 @@ struct Backlog {
     shortened: Condvar,
 }
 
-/// Releases all waiting requests, whatever they wait for.
+/// Releases all waiting requests: those that wait for the backlog, and those that wait for a copy.
 #[derive(Default)]
 struct Release {
     is_released: AtomicBool,
@@ -88,7 +88,7 @@ struct LiveWrite {
     has_target_ended: bool,
 }
 
-/// The work that a guest's request waits for.
+/// The work that begins before background copies.
 pub(crate) enum UrgentWork {
     Copy(UrgentCopy),
     Write(ForwardedWrite),
@@ -161,8 +161,8 @@ impl Tracker {
         self.backlog.shortened.notify_all();
     }
 
-    /// Lowers the limit of the backlog to a little less than the target lacks now, but at most down
-    /// to `enough` bytes.
+    /// Lowers the limit of the backlog to `BACKLOG_STEP` less than the target lacks now, but not
+    /// below `enough` bytes.
     pub(crate) fn shorten_backlog(&self, enough: u64) {
         let limit = self.backlog().saturating_sub(BACKLOG_STEP).max(enough);
         self.backlog.limit.fetch_min(limit, Ordering::SeqCst);
@@ -282,7 +282,7 @@ impl Tracker {
         ended.is_some()
     }
 
-    /// The wait of a request for its copy. It ends when the sender is dropped, which shows that the
+    /// The wait of a request for its copy. The wait ends when the sender is dropped, because the
     /// copy has ended, or when all requests are released.
     fn wait_for(&self, done: oneshot::Receiver<()>) -> ChangeWait {
         let release = Arc::clone(&self.release);

@@ -33,8 +33,8 @@ pub const ALLOCATION_CONTEXT: u32 = 1;
 /// The metadata context that tells what is allocated ("Metadata querying").
 pub const BASE_ALLOCATION: &str = "base:allocation";
 
-/// The prefix of a metadata context's name that tells the changes since a bitmap was made; the
-/// bitmap's name follows (`docs/interop/nbd.txt` of QEMU).
+/// The prefix of the name of a metadata context that reports the changes since a bitmap was made;
+/// the bitmap's name follows (`docs/interop/nbd.txt` of QEMU).
 pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
 
 /// The metadata context that tells which image of a chain has the data: 1 for the export's own, 2

@@ -155,22 +155,23 @@ pub(super) struct State {
     /// The nodes of images that a job has taken out of their disk's chain. The images are closed,
     /// and clients remove the nodes, as in QEMU.
     pub(super) left: BTreeSet<String>,
-    /// Disks whose backing content is another open node, by name: targets of backups of that node.
+    /// Disks whose backing content is another open node, by the disk's name: targets of backups of
+    /// that node.
     pub(super) over: BTreeMap<String, String>,
     /// Backups that clients read, by the name of their job.
     pub(super) pulls: BTreeMap<String, Pull>,
-    /// Creations of images, by the name of their job: `None` while it runs, then the outcome, with
-    /// the reason if it failed.
+    /// Creations of images, by the name of their job: `None` while the job runs, then `Some(None)`
+    /// for success, or the reason of the failure.
     pub(super) creations: BTreeMap<String, Option<Option<String>>>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
-    /// How many nodes have got a name from this server.
+    /// The number of nodes that this server has named.
     pub(super) implicit_nodes: u64,
     /// Filters, by name.
     pub(super) filters: BTreeMap<String, Filter>,
     /// Objects, by name.
     pub(super) objects: BTreeMap<String, Object>,
-    /// Nodes of files that have a write threshold, by the disk.
+    /// Nodes of files that have a write threshold, by the disk's name.
     pub(super) write_thresholds: BTreeMap<String, String>,
     /// The traits of jobs that clients have started, by name.
     pub(super) jobs: BTreeMap<String, JobTraits>,
@@ -202,8 +203,8 @@ impl State {
         self.chains.get(disk).and_then(|nodes| nodes.first()).map_or(disk, |node| &node.name)
     }
 
-    /// The disk that has a node of this name, if it is open, and the depth of the node's image in
-    /// the chain.
+    /// The disk that has a node of this name, and the depth of the node's image in the chain. An
+    /// unknown name stands for a disk of that name, which need not be open.
     pub(super) fn place_of<'a>(&'a self, node: &'a str) -> Option<(&'a str, usize)> {
         let of = |nodes: &[FormatNode]| nodes.iter().position(|one| one.name == node);
         let mut chains = self.chains.iter();
@@ -256,7 +257,7 @@ impl State {
     }
 
     /// Forgets the node of an image that a job has taken out of a chain. Returns whether there was
-    /// one.
+    /// such a node.
     pub(super) fn forget_left(&mut self, node: &str) -> bool {
         let is_left = self.left.remove(node);
         if is_left && let Some((file, _)) = self.take_back_file(node) {
@@ -277,8 +278,8 @@ impl State {
         self.leave_out(disk, |nodes| 1..nodes.saturating_sub(behind).max(1));
     }
 
-    /// Takes nodes out of a disk's chain. `depths` gets the number of nodes. A node that a client
-    /// has added stays until the client removes it.
+    /// Takes nodes out of a disk's chain. `depths` returns their range for the number of nodes. A
+    /// node that a client has added stays until the client removes it.
     pub(super) fn leave_out(&mut self, disk: &str, depths: impl FnOnce(usize) -> Range<usize>) {
         if let Some(nodes) = self.chains.get_mut(disk) {
             let Range { start, end } = depths(nodes.len());

@@ -1,8 +1,8 @@
 //! One end of a connection under TLS: the handshake, and bytes in both directions.
 //!
 //! Guarantees: bytes are decrypted into the caller's memory; decrypted bytes that do not fit stay
-//! here for the next call. Bytes that are sent together are encrypted together, in records of 16
-//! KiB as far as there are enough bytes.
+//! here for the next call. Bytes of a batch are encrypted together, in records of 16 KiB; only the
+//! last record may be shorter.
 
 use std::io::{self, Write};
 
@@ -19,7 +19,8 @@ pub const SEND_LIMIT: usize = 256 << 10;
 /// The most plain bytes of a TLS record (RFC 8446, 5.1).
 const RECORD: usize = 16 << 10;
 
-/// Size of the output for that many bytes, encrypted: 64 more for each record.
+/// Size of the output for [`SEND_LIMIT`] bytes, encrypted: 64 more for each record, and room for
+/// one more record.
 const OUTPUT_SIZE: usize = SEND_LIMIT + SEND_LIMIT / 256 + RECORD;
 
 /// Maximum bytes of OpenSSL's own answers to the other side that may wait to be sent; one answer is
@@ -101,7 +102,7 @@ impl TlsSession {
         self.tls.get_mut().take_input()
     }
 
-    /// Gives that memory back, with this many bytes received.
+    /// Gives the memory of [`take_input`](Self::take_input) back, with this many bytes received.
     pub fn put_input(&mut self, buffer: Buffer, count: usize) {
         self.tls.get_mut().put_input(buffer, count);
     }
@@ -134,7 +135,8 @@ impl TlsSession {
         self.check_answers().map(|()| Some(filled))
     }
 
-    /// No batch is encrypted while this side reads, so all output consists of OpenSSL's answers.
+    /// Fails if more than [`MAX_ANSWERS`] bytes of answers wait. No batch is encrypted while this
+    /// side reads, so all output consists of OpenSSL's answers.
     fn check_answers(&self) -> Result<(), ReadError> {
         if self.tls.get_ref().output_len() > MAX_ANSWERS {
             Err(ReadError::Renegotiation)
@@ -170,7 +172,7 @@ impl TlsSession {
         Ok(())
     }
 
-    /// Ends a batch: all that was encrypted, to be sent in this order.
+    /// Ends a batch. Returns its encrypted bytes; batches must be sent in their order.
     ///
     /// # Errors
     /// As [`encrypt`](Self::encrypt).
@@ -184,7 +186,7 @@ impl TlsSession {
     /// Ends the stream of this side. Returns the notification for the other side, if TLS has not
     /// ended before.
     pub fn close(&mut self) -> Option<Buffer> {
-        // It fails if TLS has ended already.
+        // `shutdown` fails if TLS has ended already.
         let _ = self.tls.shutdown();
         self.take_output()
     }

@@ -41,7 +41,7 @@ const MAX_PAUSES_OF_SERVER: u32 = 1000;
 /// How long to wait for the deletion of a device. A process that has the block device open may
 /// delay it for ever.
 const DELETE_LIMIT: Duration = Duration::from_secs(2);
-/// The `/proc` link of a process in the initial PID namespace (`PROC_PID_INIT_INO` in Linux).
+/// The target of `/proc/self/ns/pid` in the initial PID namespace (`PROC_PID_INIT_INO` in Linux).
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
 /// The upper 16 bits of each note of this program.
 const MARK: u64 = 0xb10c << 48;
@@ -74,7 +74,7 @@ pub(crate) trait Control {
     ) -> io::Result<Option<()>>;
 
     /// Whether this process is in a PID namespace other than the initial one. If so, the driver
-    /// knows it by another ID.
+    /// knows this process by another ID.
     fn is_in_pid_namespace(&self) -> bool;
 
     /// Whether there is a process with this id.
@@ -133,7 +133,7 @@ impl Control for UblkControl {
 pub(crate) struct Wanted {
     /// The number; `None` for any.
     pub(crate) id: Option<u32>,
-    /// The number of its queues, if it does not exist yet.
+    /// The number of its queues, if the device does not exist yet.
     pub(crate) queues: u16,
     /// The depth of each queue, if the device does not exist yet.
     pub(crate) depth: u16,
@@ -150,11 +150,12 @@ pub(crate) struct Wanted {
 /// How a device was acquired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// It is new.
+    /// The device is new.
     Added,
-    /// It was waiting for a server.
+    /// The device was waiting for a server.
     Recovered,
-    /// It was waiting for a server, and a previous server was killed while it took the device over.
+    /// The device was waiting for a server, and an earlier server was killed while it recovered the
+    /// device.
     RecoveredAgain,
 }
 
@@ -167,8 +168,8 @@ pub(crate) struct Acquired {
     pub(crate) parameters: Parameters,
 }
 
-/// The process whose ID the driver has. `None` for -1, the value of a stopped device, because
-/// kill(2) would take it for all processes.
+/// The process whose ID the driver has. `None` for numbers below 1, such as -1 of a stopped device,
+/// because kill(2) would signal several processes.
 pub(crate) fn pid(number: i32) -> Option<Pid> {
     if number > 0 { Pid::from_raw(number) } else { None }
 }
@@ -206,7 +207,7 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
                 }
             }
             // The server has stopped the device, and removes it next or has died before that. The
-            // device exists as long as something has it open.
+            // device exists as long as a process has it open.
             ublk_state::DEAD if pid(info.server).is_none() => match pauses {
                 0 => remove(control, id)?,
                 MAX_PAUSES_OF_SERVER.. => return Err(Error::StillOpen { id }),
@@ -348,7 +349,8 @@ fn recover(
     }
 }
 
-/// Starts the device: it takes requests from now on. All tags of all queues have been fetched.
+/// Starts the device, which takes requests from now on. The caller's queues have fetched all tags
+/// before.
 pub(crate) fn start(
     control: &mut impl Control,
     acquired: &Acquired,
@@ -403,13 +405,14 @@ fn is_short(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| short.contains(&code))
 }
 
-/// Removes the device. Does not wait until nothing has its block device open; then the device
-/// vanishes by itself, and its number is free.
+/// Removes the device. If a process has its block device open, the device vanishes when the last
+/// process closes it; then the number is free. Waits for that only on old kernels, up to
+/// [`DELETE_LIMIT`].
 pub(crate) fn delete(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let outcome = control.command(UblkCommand::DeleteAsync, id, 0, &mut []).or_else(|error| {
         match error.raw_os_error() {
-            // The only command before about Linux 6.11. It removes the device, then waits until
-            // nothing has it open.
+            // The only command before about Linux 6.11 removes the device, then waits until no
+            // process has it open.
             Some(errno::EOPNOTSUPP | errno::EINVAL) => {
                 control.command_within(UblkCommand::Delete, id, DELETE_LIMIT).map(drop)
             }
@@ -431,7 +434,8 @@ pub(crate) fn find_own(control: &mut impl Control, id: u32) -> Result<Option<Ubl
 pub(crate) fn is_served(control: &impl Control, info: &UblkInfo) -> bool {
     match info.state {
         ublk_state::QUIESCED => false,
-        // The process that made it may have died, and its ID may belong to another process now.
+        // The process that made the device may have died, and its ID may belong to another process
+        // now.
         ublk_state::DEAD => control.has_open(info.server, info.id),
         _ => control.process_exists(info.server),
     }

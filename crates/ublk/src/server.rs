@@ -48,7 +48,7 @@ pub fn check_driver() -> Result<(), Error> {
     lifecycle::check_driver(&mut UblkControl::open().map_err(Error::opening)?)
 }
 
-/// A device whose queues wait for requests, and whose block device is not there yet.
+/// A device whose queues wait for requests. A new device has no block device yet.
 pub struct PreparedDevice<S: Storage> {
     owner: Owner,
     info: UblkInfo,
@@ -76,9 +76,10 @@ impl HandedOverDevice {
         Ok(Self { control, options })
     }
 
-    /// Takes the device over as soon as the other process has ended; blocks until then, for ten
-    /// seconds at most. Waiting requests continue with [`PreparedDevice::start`]. The loops are as
-    /// for [`PreparedDevice::new`].
+    /// Takes the device over as soon as the other process has ended. Blocks until then: two seconds
+    /// at most while that process exists, ten seconds at most while its I/O in flight completes.
+    /// Waiting requests continue with [`PreparedDevice::start`]. The loops are as for
+    /// [`PreparedDevice::new`].
     ///
     /// # Errors
     /// The reason why the device cannot be served. The device continues to wait for a server.
@@ -191,7 +192,7 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         self.info.id
     }
 
-    /// How many commands the driver has in flight on a loop, if there are this many loops.
+    /// The maximum number of commands that the driver has in flight on each of `loops` loops.
     pub fn commands(&self, loops: usize) -> usize {
         let UblkInfo { queues, depth, .. } = self.info;
         usize::from(queues).div_ceil(loops) * usize::from(depth)
@@ -207,7 +208,7 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         let Self { mut owner, info, disk, image, end } = self;
         end.call(removed);
         let started = lifecycle::start(&mut owner.control, &owner.acquired, own_process());
-        // After a failure this process removes the device, so the end of its queues is expected.
+        // After a failure this process removes a new device, so the end of its queues is expected.
         started.inspect_err(|_| end.expect())?;
         owner.is_started = true;
         let Acquired { origin, parameters, .. } = owner.acquired;

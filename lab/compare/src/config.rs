@@ -24,28 +24,27 @@ pub struct Options {
     /// Compare saving and loading the state of a machine of --size instead, on --dir
     #[arg(long)]
     pub vmstate: bool,
-    /// Compare what becomes of figures when queues, the disk, the chain of backing files,
-    /// snapshots or the extents of a request grow, on tmpfs
+    /// Compare how figures change when queues, the disk, the chain of backing files, snapshots or
+    /// the extents of a request grow, on tmpfs
     #[arg(long)]
     pub growth: bool,
-    /// Measure what a bitmap, and a backup that goes on, leave of the rate of writes, on a disk of
-    /// --format
+    /// Measure the rate of writes with a bitmap, and while a backup runs, on a disk of --format
     #[arg(long)]
     pub backup: bool,
-    /// Measure what a mirror to a file, to another server and to each --mirror-target leaves of
-    /// the rate of writes, and for how long nothing is answered when it completes
+    /// Measure the rate of writes during a mirror to a file, to another server and to each
+    /// --mirror-target, and the pause of the guest when the mirror completes
     #[arg(long)]
     pub mirror: bool,
-    /// Mirror to this, too, as long as the image: a URI such as rbd:POOL/IMAGE. Its content is
-    /// lost
+    /// Mirror to this location, too: a URI such as rbd:POOL/IMAGE, as long as the image. Its
+    /// content is lost
     #[arg(long, value_name = "LOCATION", requires = "mirror")]
     pub mirror_target: Vec<String>,
     /// Whether writes wait for their copy: auto, background or write-blocking
     #[arg(long, value_name = "MODE", default_value = "auto", requires = "mirror")]
     pub mirror_mode: String,
-    /// Measure for how long a guest that writes gets no answer while its disk is forked, a hundred
-    /// times a round, beside blockdev-snapshot of qemu-storage-daemon. The disk has 64 GiB, and
-    /// --size of it was written just before, without a flush
+    /// Measure the pause of a guest that writes while its disk is forked, a hundred times a round,
+    /// compared with blockdev-snapshot of qemu-storage-daemon. The disk has 64 GiB, and --size of
+    /// it was written just before, without a flush
     #[arg(long)]
     pub forks: bool,
     /// Compare with qemu-storage-daemon where the image is on another server: on NBD servers that
@@ -53,8 +52,8 @@ pub struct Options {
     /// nbd+unix:///NAME?socket=PATH). Their content is lost
     #[arg(long, value_name = "LOCATION", num_args = 0..)]
     pub remote: Option<Vec<String>>,
-    /// Measure what busy-polling brings and costs where a client pauses between its requests,
-    /// beside qemu-nbd
+    /// Measure the gain and the cost of busy-polling if a client pauses between its requests,
+    /// compared with qemu-nbd
     #[arg(long)]
     pub gaps: bool,
     /// Compare with qemu-img how images of the shapes that clouds publish are converted, in --dir;
@@ -76,7 +75,7 @@ pub struct Options {
     /// Measurements of each server in each row
     #[arg(long, value_name = "COUNT")]
     pub rounds: Option<usize>,
-    /// Where the image lives
+    /// The storages of the image
     #[arg(long, value_enum, num_args = 1.., default_values = ["tmpfs", "loop", "ext4"])]
     pub storage: Vec<storage::Kind>,
     /// Exports to compare
@@ -111,9 +110,8 @@ pub struct Options {
     #[arg(long, value_name = "ARGS", allow_hyphen_values = true, requires = "baseline")]
     pub baseline_args: Option<String>,
     /// Start the servers of a row once and load them in turn, so that many short rounds cost
-    /// little: what changes the machine's speed for a second then meets all of them. They
-    /// share the image, so rows that read, of servers that are told to
-    /// (--serve-args=--read-only)
+    /// little. A short change of the machine's speed then affects all servers. The servers share
+    /// the image: choose rows that read, and read-only servers (--serve-args=--read-only)
     #[arg(long)]
     pub alternate: bool,
     /// Write the report as Markdown, too
@@ -178,7 +176,7 @@ pub struct Config {
     pub interrupt: Interrupt,
     /// For how long the vhost-user client polls for replies before it sleeps.
     pub poll_time: Duration,
-    /// Marks the writes of one measurement.
+    /// A number that marks the writes of one measurement.
     pub generation: u64,
 }
 

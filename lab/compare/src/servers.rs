@@ -1,8 +1,8 @@
 //! The servers that are compared: how each is started on an image, measured and ended.
 //!
 //! A server runs for one measurement, or for all measurements of a row. It listens on a Unix socket
-//! in a private folder, in a process group of its own (so that Ctrl-C reaches only us), and is
-//! ended by its pid when it is dropped.
+//! in a private folder. It runs in a process group of its own, so that Ctrl-C reaches only us.
+//! Dropping it kills it by its pid.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -78,16 +78,16 @@ pub enum Kind {
     QsdCached,
     /// nbdkit's file plugin as it is: through the page cache
     Nbdkit,
-    /// nbdkit's file plugin with cache=none: through the page cache all the same, with its
-    /// read-ahead and write-back, and dropping what it has touched
+    /// nbdkit's file plugin with cache=none: still through the page cache, with its read-ahead and
+    /// write-back, and drops the pages that it has used
     NbdkitNocache,
-    /// nbdkit's null plugin: no storage at all, the ceiling of what fio can ask for
+    /// nbdkit's null plugin, without storage: the maximum rate of fio
     NbdkitNull,
-    /// A server of ours that only answers: the ceiling of what the light client can ask for
+    /// A server of ours that only answers: the maximum rate of the light client
     NullServer,
-    /// A plain server in C, one thread and blocking calls, past the page cache: the limit of those
+    /// A plain server in C, past the page cache: the limit of one thread and blocking calls
     PlainC,
-    /// The same, through the page cache
+    /// The plain server in C, through the page cache
     PlainCCached,
 }
 
@@ -401,10 +401,10 @@ impl Server {
         Ok(time.into())
     }
 
-    /// Ends it as its users would.
+    /// Ends the server by SIGTERM, as its users would.
     ///
     /// # Errors
-    /// The server had ended before, does not end, or fails.
+    /// The server had ended before, or does not end within `STOP_PATIENCE`.
     pub fn stop(mut self) -> Result<()> {
         if let Some(status) = self.child.try_wait()? {
             bail!("{} ended in the middle with {status}", self.what);

@@ -3,7 +3,8 @@
 //! The job's output comes back as text, its exit status as a number. A guest that dies, hangs or
 //! exits in another way is an error that shows the last lines of its kernel. Only a guest whose
 //! kernel dies before the job begins is started again, because emulated processors sometimes fail
-//! on code that the kernel patches at boot. Counts from such a guest are meaningful, times are not.
+//! on code that the kernel patches at boot. Counts from an emulated guest are meaningful, times are
+//! not.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -21,12 +22,12 @@ use super::base::{Base, EXIT_PORT, IS_UP, KernelChoice, Tools};
 
 /// The emulator.
 pub const QEMU: &str = "qemu-system-x86_64";
-/// Many times what a job takes on a busy host: after this time it counts as hung.
+/// The time after which a job counts as hung: many times its duration on a busy host.
 pub const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How often a guest is started if its kernel does not boot.
+/// The maximum number of starts of a guest whose kernel does not boot.
 const STARTS: usize = 3;
-/// Boots fast, panics at the first oops, and prints little; see
+/// The kernel parameters for a fast boot, a panic at the first oops, and little output; see
 /// Documentation/admin-guide/kernel-parameters.rst.
 const KERNEL_LINE: &str = "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable \
     no_timer_check nokaslr audit=0 cryptomgr.notests rcupdate.rcu_expedited=1";
@@ -66,7 +67,7 @@ impl Outcome {
     /// The output of the job.
     ///
     /// # Errors
-    /// Its exit status was not 0; the error shows the end of what it said.
+    /// The exit status was not 0; the error shows the end of the output.
     pub fn success(self) -> Result<String> {
         if self.status != 0 {
             let (status, said) = (self.status, tail(&self.output));
@@ -245,7 +246,7 @@ impl Running {
         self.output.lines().any(|said| said == line)
     }
 
-    /// Waits until the job prints `line`, and returns all lines before it.
+    /// Waits until the job prints `line`. Returns the lines that the job printed during the wait.
     ///
     /// # Errors
     /// The guest ends, or its time is up, before the line.

@@ -19,7 +19,7 @@ use rustix::time::ClockId;
 use super::device::{Device, DeviceCounts};
 use super::stop::Stop;
 
-/// No sample writes more bytes than this.
+/// The maximum number of bytes that a sample writes.
 pub const MAX_BYTES: u64 = 64 << 20;
 
 /// A monotonic clock; its zero is arbitrary.
@@ -33,7 +33,7 @@ pub fn machine_clock() -> Duration {
 /// A change to an event loop.
 pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
 
-/// How requests are submitted to the disk.
+/// The event loops that submit requests to the disk.
 #[derive(Clone, Copy)]
 pub struct LoopSetup<'a> {
     /// The engine of each job's event loop.
@@ -94,7 +94,7 @@ pub enum Work {
     Read,
     /// A write that may stay in a volatile cache.
     Write,
-    /// A write, and when it is complete a flush: two requests that count as one.
+    /// A write, then a flush after the write is complete: two requests that count as one.
     WriteThenFlush,
     /// A write with FUA.
     DurableWrite,
@@ -112,9 +112,9 @@ pub enum Pattern {
 /// When a sample ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// No request begins later than this after the start.
+    /// The time after the start from which no request begins.
     pub time: Duration,
-    /// No more requests than this.
+    /// The maximum number of requests.
     pub requests: u64,
 }
 
@@ -215,7 +215,7 @@ pub struct Shared<'a, S: Storage> {
 /// Measures one sample.
 ///
 /// # Errors
-/// The first error of the disk, or an engine cannot be used.
+/// The first error of the disk, an engine cannot be used, or the measurement was interrupted.
 pub fn measure<S: Storage + Send + Sync>(
     disk: &Disk<S>,
     setup: LoopSetup<'_>,

@@ -1,8 +1,8 @@
 //! Cases, whose variants are measured in turns, and the ratios of their samples.
 //!
 //! The first variant of a case is its baseline. A ratio is computed within each round, because its
-//! samples were taken close together. It is reported with its spread, and with a note if the spread
-//! includes 1.
+//! samples were taken close together. It is reported with its spread, or as noise
+//! ([`Ratio::is_noise`]).
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use super::load::{Load, Sample, new_histogram};
 /// The number of measurements of each variant, if there is time. If two variants are equally fast,
 /// all seven rounds agree on the faster one in only one of 64 cases.
 pub const ROUNDS: usize = 7;
-/// A smaller difference is treated as noise.
+/// The minimum difference from 1 of a ratio that is not noise.
 const MIN_DIFFERENCE: f64 = 0.03;
 /// The minimum number of rounds of a result. Fewer rounds would agree by chance too often.
 const MIN_ROUNDS: usize = 5;
@@ -222,7 +222,7 @@ fn rows_of(
     rows.collect()
 }
 
-/// The notes of the samples, each once: rounds may have different notes.
+/// The notes of the samples in their order. A note that equals the one before it is left out.
 fn notes(samples: &[Sample]) -> Option<String> {
     let mut notes: Vec<&str> = samples.iter().filter_map(|sample| sample.note.as_deref()).collect();
     notes.dedup();

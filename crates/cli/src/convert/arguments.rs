@@ -44,11 +44,11 @@ pub struct Arguments {
     #[arg(value_parser = create_options::parse)]
     pub(super) options: Vec<create_options::Settings>,
     /// Make the target an overlay of this file, found from the target's folder: it stores only data
-    /// that differs from the file. With -n the target is one already.
+    /// that differs from the file. With -n the target is an overlay already.
     #[arg(long, short = 'B', value_name = "FILE")]
     #[arg(value_parser = create_options::parse_backing_file, conflicts_with = "resume")]
     pub(super) backing: Option<Setting>,
-    /// The format of that file.
+    /// The format of the file of -B.
     #[arg(long, short = 'F', value_name = "FORMAT")]
     #[arg(value_parser = create_options::parse_backing_format, conflicts_with = "resume")]
     pub(super) backing_format: Option<Setting>,
@@ -96,9 +96,10 @@ pub struct Arguments {
     pub(super) open: OpenArgs,
     #[command(flatten)]
     pub(super) rate: RateArgs,
-    /// SOURCE, the image to copy; several are copied one after the other into one disk. They and
-    /// their backing files are only read. '-' is a raw disk on standard input. TARGET, the last, is
-    /// the new image. An existing file is not changed. '-' writes a raw disk to standard output.
+    /// SOURCE, the image to copy; several are copied one after the other into one disk. The sources
+    /// and their backing files are only read. '-' is a raw disk on standard input. TARGET, the
+    /// last, is the new image. An existing file is not changed. '-' writes a raw disk to standard
+    /// output.
     #[arg(num_args = 1.., value_name = "IMAGE")]
     pub(super) sources: Vec<PathBuf>,
     #[arg(skip)]
@@ -155,7 +156,7 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
 /// A snapshot as qemu-img takes it: a name or id, or `snapshot.name=NAME`, `snapshot.id=ID`.
 ///
 /// # Errors
-/// The text is neither; the error says why.
+/// The text has both the name and the id.
 pub fn parse_snapshot(text: &str) -> Result<String, String> {
     let named = ["snapshot.name=", "snapshot.id="];
     let name = named.iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(text);
@@ -182,7 +183,8 @@ impl Arguments {
             size,
             if_there: self.if_there(),
             // A copy with bitmaps cannot be resumed, because it would keep the bitmaps of the
-            // partial copy, which may lack changes. The other options exclude --resume.
+            // partial copy, which may lack changes. A copy that is resumed does not replace a
+            // target (--force). The other options exclude --resume.
             can_resume: !self.bitmaps
                 && !self.force
                 && self.options.is_empty()
@@ -211,7 +213,8 @@ impl Arguments {
     }
 
     /// Ends the program, because the target cannot have one of its options. Under the name qemu-img
-    /// the error of a value names the target, because qemu-img finds it there.
+    /// the error about a value names the target, because qemu-img finds that error when it makes
+    /// the target.
     pub(super) fn refuse_option(&self, format: &str, why: &str) -> ! {
         const EARLY: [&str; 3] =
             ["Invalid parameter", "Backing file not supported", "expects 'on' or 'off'"];

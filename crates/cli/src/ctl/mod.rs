@@ -74,8 +74,8 @@ enum Action {
     ReadOnly {
         /// The disk's name.
         disk: String,
-        /// on: changes are refused, once those in flight are done and durable; off: they are
-        /// allowed again.
+        /// on: refuse changes, once changes in flight are complete and durable; off: allow changes
+        /// again.
         #[arg(default_value = "on", value_parser = on_or_off, action = clap::ArgAction::Set)]
         switch: bool,
     },
@@ -131,8 +131,8 @@ enum Action {
         action: SnapshotAction,
     },
     /// Fork disks at one moment. Each disk continues in a new qcow2 overlay, and its former image
-    /// becomes a read-only backing file, of other new disks too. A disk in Ceph keeps its image;
-    /// the new disks are clones of it.
+    /// becomes a read-only backing file. New disks can use that file, too. A disk in Ceph keeps its
+    /// image; the new disks are clones of it.
     Fork(Fork),
     /// Return a disk to its state at its last fork. Everything written since is lost, and its
     /// overlay is removed.
@@ -227,7 +227,7 @@ struct Open {
     hold: HoldArgs,
     #[command(flatten)]
     side_file: SideFileArgs,
-    /// Store what is read from the image's backing file in the image.
+    /// Store data that is read from the backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
     /// Copy the backing file's data into the image in the background, at this many bytes a second
@@ -624,7 +624,8 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
         .map_err(|error| format!("the parameters are not a JSON object: {error}"))
 }
 
-/// Prints what an address without a scheme means, because an NBD client cannot use such an address.
+/// Tells the user that an address without a scheme is a vhost-user-blk socket, because NBD clients
+/// cannot use it.
 fn tell_of_kind(address: &str) {
     if !address.contains("://") && !output::is_quiet() {
         output::tell(&format!(

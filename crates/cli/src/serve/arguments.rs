@@ -104,21 +104,21 @@ pub struct Arguments {
     /// and drops writes: for benchmarks without a disk.
     #[arg(required_unless_present_any = ["config", "list"], value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// Whether the backing file is read, from the image's options (--image-opts).
+    /// The use of the backing file, as the image's options (--image-opts) say.
     #[arg(skip)]
     backing_use: BackingUse,
-    /// The part of the file that is the image, from the image's options and -o.
+    /// The part of the file that the image's options (--image-opts) and -o select.
     #[arg(skip)]
     part: Option<FilePart>,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or
     /// nbds+unix://. May be repeated. Left out, a Unix socket named after the image, in a
     /// folder of this user.
     ///
-    /// Clients of a socket find the exports that its URIs name and no others. Of several images
-    /// NAME says which one is served: the file's name, with or without its extension, or the
-    /// image's --name. A URI without NAME serves all images under their names. Under socket
-    /// activation each URI stands for the passed socket with its address; without any URI all
-    /// passed sockets serve all images.
+    /// Clients of a socket find the exports that its URIs name and no others. With several images,
+    /// NAME selects the image: by the file's name, with or without its extension, or by the image's
+    /// --name. A URI without NAME serves all images under their names. Under socket activation each
+    /// URI stands for the passed socket with its address; without any URI all passed sockets serve
+    /// all images.
     #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
     pub(super) nbd: Vec<NbdUri>,
     #[command(flatten)]
@@ -189,8 +189,8 @@ pub struct Arguments {
     /// progress are disconnected after two seconds.
     ///
     /// Disks, over all exports: iops=N, iops-read=N, iops-write=N: operations a second. bps=SIZE,
-    /// bps-read=SIZE, bps-write=SIZE: bytes a second (100M). burst=FACTOR: how many times these
-    /// rates for burst-seconds=1 after a rest. disk=NAME: the image that the limits are for, by its
+    /// bps-read=SIZE, bps-write=SIZE: bytes a second (100M). burst=FACTOR: after a rest, FACTOR
+    /// times these rates for burst-seconds=1. disk=NAME: the image that the limits are for, by its
     /// --name or its file; may be repeated; left out, all images that no other --limit names.
     /// group=NAME: these images share the limits fairly; left out, each has its own. All given
     /// limits apply at once. Flushes are not limited. docs/limits.md has the details.
@@ -215,8 +215,8 @@ pub struct Arguments {
     /// the space back to the host, ignore does nothing.
     #[arg(long, value_parser = parse_discard)]
     discard: Option<Discard>,
-    /// Writes of nothing but zeros: off writes them, on stores that the range is zero,
-    /// unmap also gives its space back to the host.
+    /// The treatment of writes of zeros: off writes the zeros, on stores that the range is zero,
+    /// unmap also gives the range's space back to the host.
     #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
     detect_zeroes: DetectZeroes,
     #[command(flatten)]
@@ -236,9 +236,10 @@ pub struct Arguments {
     ///
     /// Each image has a file there while it is served. If the server is killed, the next one with
     /// the same directory knows every acknowledged change of a qcow2 image, also those that were
-    /// not flushed, and whether a flush has failed. A reboot of the host voids it. Left out:
-    /// /run/blockhouse for root, $XDG_RUNTIME_DIR/blockhouse for others; where that is not in
-    /// memory, /dev/shm/blockhouse-UID. Commands that read and change images look there, too.
+    /// not flushed, and whether a flush has failed. The files are lost at a reboot of the host.
+    /// Left out: /run/blockhouse for root, $XDG_RUNTIME_DIR/blockhouse for others; where that is
+    /// not in memory, /dev/shm/blockhouse-UID. Commands that read and change images look there,
+    /// too.
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
     #[command(flatten)]
@@ -266,8 +267,8 @@ pub struct Arguments {
     /// --control and --metrics have modes of their own.
     #[arg(long, value_name = "MODE")]
     socket_mode: Option<SocketMode>,
-    /// The group of these sockets, by its name or number; this user must be a member. Without
-    /// --socket-mode the mode is 0660.
+    /// The group of these NBD and vhost-user-blk sockets, by its name or number; this user must be
+    /// a member. Without --socket-mode the mode is 0660.
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<GroupName>,
     /// Switch to this user, by name or number, once everything is open: the user who starts the
@@ -468,13 +469,14 @@ impl Arguments {
     }
 
     /// The device that `--connect` names, and the socket for its server if `-k` names one; `None`
-    /// in the process of the server.
+    /// in the background process that serves.
     pub(super) fn connected(&self) -> Option<(u32, Option<&Path>)> {
         let number = self.habits.device().filter(|_| !self.in_background)?;
         Some((number, self.habits.socket()))
     }
 
-    /// Whether the server ends with its last client: qemu-nbd without -t, or with a device.
+    /// Whether the server ends with its last client: with a device (-c), or as qemu-nbd without -t,
+    /// if there are no control socket and no other devices.
     fn ends_with_clients(&self) -> bool {
         if self.habits.device().is_some() {
             return true;
@@ -483,8 +485,8 @@ impl Arguments {
         called_as::is_qemu_nbd() && !self.habits.persistent && !has_others && self.ublk.is_empty()
     }
 
-    /// With qemu-nbd -s: serves a temporary overlay, an unnamed file, in place of the image, so
-    /// that writes do not change the image.
+    /// With qemu-nbd -s: serves an overlay, an unlinked temporary file, in place of the image. So
+    /// writes do not change the image.
     ///
     /// # Errors
     /// The overlay cannot be made.

@@ -22,8 +22,8 @@ use super::transaction_methods::TransactionParams;
 use crate::events::Event;
 use crate::running::reload::ReloadResult;
 
-/// The version of the protocol. It rises with an incompatible change; `server.version` lists the
-/// methods and events, and so shows additions.
+/// The version of the protocol. An incompatible change increments it. An addition does not:
+/// `server.version` lists the methods and events.
 pub const VERSION: u32 = 1;
 
 /// No parameters.
@@ -42,11 +42,11 @@ pub struct VersionResult {
     pub version: &'static str,
     /// The version of this protocol.
     pub protocol: u32,
-    /// The parts of the sandbox that are in force, as "seccomp", or "off".
+    /// The parts of the sandbox that apply, such as "landlock,seccomp", or "off".
     pub sandbox: String,
     /// The methods that this socket answers.
     pub methods: Vec<&'static str>,
-    /// The events that there are.
+    /// The events that the server can send.
     pub events: Vec<&'static str>,
 }
 
@@ -58,7 +58,7 @@ pub struct DiskParams {
     pub disk: String,
 }
 
-/// A disk, or all.
+/// A disk, or all disks.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StatsParams {
@@ -72,35 +72,36 @@ pub struct StatsParams {
 pub struct DiskInfo {
     /// The name.
     pub disk: String,
-    /// The canonical path of the image.
+    /// The canonical path of the image, or its address on another server.
     #[serde(serialize_with = "lossy")]
     pub path: PathBuf,
-    /// raw, qcow2.
+    /// The image's format: raw, qcow2 and so on.
     pub format: String,
     /// The size in bytes.
     pub size: u64,
-    /// Bytes of its sectors.
+    /// Bytes of a sector.
     pub logical_block_size: u64,
-    /// Bytes of a block that is best written at once.
+    /// The physical block size in bytes: the best unit for writes.
     pub physical_block_size: u64,
-    /// Bytes of the unit of discards that guests see.
+    /// The discard granularity that guests see, in bytes.
     pub discard_granularity: u64,
     /// Whether all writes are refused.
     pub read_only: bool,
-    /// The host's cache.
+    /// The cache mode with which the disk was opened.
     pub cache: String,
     /// The snapshot that is served in place of the disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
-    /// Where it is served.
+    /// The addresses at which it is served.
     pub exports: Vec<String>,
-    /// How many bytes of room the host has left for what its guest writes, where that is known.
+    /// The free bytes on the host for its guest's writes, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub room_left: Option<u64>,
-    /// How little room is left when that is told: bytes, or a part of all (10%).
+    /// The threshold: the event `disk.threshold` reports less free space. Bytes, or a percentage
+    /// (10%).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threshold: Option<String>,
-    /// How many requests are held because the host has no room for them, if there are any.
+    /// The number of requests that are held because of ENOSPC, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held: Option<u64>,
     /// The read of a backing file that a request in flight waits for, in one line.
@@ -115,7 +116,7 @@ pub struct OpenResult {
     pub disk: String,
     /// The size in bytes.
     pub size: u64,
-    /// Where it is served, with the real port where port 0 was asked for.
+    /// The addresses at which it is served, with the real port if port 0 was requested.
     pub exports: Vec<String>,
 }
 
@@ -136,17 +137,17 @@ pub struct CloseParams {
 pub struct DiskSetParams {
     /// The name.
     pub disk: String,
-    /// Whether all changes are refused from now on, until this is set again or the disk is closed.
-    /// Left out: as it is.
+    /// Whether the disk refuses all changes, until this is set again or the disk is closed. Left
+    /// out: unchanged.
     pub read_only: Option<bool>,
-    /// How little room may be left before that is told from now on: bytes, as a text like "10G",
-    /// "10%" of all, or "off". Left out: as it is.
+    /// The new threshold: the event `disk.threshold` reports less free space. Bytes, as a text like
+    /// "10G", or "10%" of all space, or "off". Left out: unchanged.
     pub threshold: Option<String>,
-    /// How many bytes of its file or device a qcow2 image may use before that is told, once; 0 for
-    /// any number. Left out: as it is.
+    /// The write threshold: the event `disk.write-threshold` reports once that a qcow2 image uses
+    /// more bytes of its file or device; 0: none. Left out: unchanged.
     pub write_threshold: Option<u64>,
-    /// The name of the backing file in the image from now on. It matters when the image is opened
-    /// again; nothing changes in this server. Left out: as it is.
+    /// The new name of the backing file in the image. The name is used when the image is opened
+    /// again; this server keeps the backing file that is open. Left out: unchanged.
     pub backing_file: Option<String>,
 }
 
@@ -156,15 +157,15 @@ pub struct DiskSetParams {
 pub struct ResizeParams {
     /// The name of the disk.
     pub disk: String,
-    /// Bytes, a multiple of 512.
+    /// Bytes: a multiple of 512 and of the disk's sector size.
     pub size: u64,
-    /// Whether it may become shorter: what lies beyond is lost. Refused while the disk has
-    /// exports.
+    /// Whether the disk may become smaller: the data past the new end is lost. Refused while the
+    /// disk has exports.
     #[serde(default)]
     pub shrink: bool,
 }
 
-/// A disk that may have another size.
+/// The size of a disk before and after a resize.
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ResizeResult {
@@ -174,13 +175,13 @@ pub struct ResizeResult {
     pub size: u64,
 }
 
-/// A disk whose storage was looked at anew.
+/// The result of a refresh of a disk.
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct RefreshResult {
-    /// The size in bytes: more than before where its raw image became longer.
+    /// The size in bytes: larger than before if the raw image has grown.
     pub size: u64,
-    /// How many held requests are tried again.
+    /// The number of held requests that are retried.
     pub held: u64,
 }
 
@@ -192,20 +193,20 @@ pub struct ExportAddParams {
     pub disk: String,
     /// The URI of an NBD export, or the absolute path of a vhost-user-blk socket.
     pub export: String,
-    /// Whether its clients may not change the disk, whoever else may.
+    /// Whether the export is read-only. Other exports may still change the disk.
     #[serde(default)]
     pub read_only: bool,
-    /// Whether NBD clients may ask which image of the chain has the data.
+    /// Whether NBD clients may query which image of the chain has the data.
     #[serde(default = "usual_depth")]
     pub allocation_depth: bool,
     /// A text that NBD clients show their users: at most 4096 bytes.
     #[serde(default)]
     pub description: String,
-    /// Of a disk that a backup has frozen: bitmaps of the disk that goes on, of which clients may
-    /// ask what has changed. They may say that more has.
+    /// For a disk that a backup has frozen: bitmaps of the original disk that NBD clients may
+    /// query. They have all changes up to the freeze, and perhaps later ones.
     #[serde(default)]
     pub bitmaps: Vec<String>,
-    /// The disk that has these bitmaps, if it is another one of the same size.
+    /// The disk that has these bitmaps, if not the original disk. Its size must be the same.
     #[serde(default)]
     pub bitmaps_of: Option<String>,
 }
@@ -223,21 +224,21 @@ pub struct ExportParams {
     pub export: String,
 }
 
-/// A socket of NBD clients.
+/// A listening socket for NBD clients.
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SocketParams {
-    /// An NBD URI without a name of an export.
+    /// An NBD URI without an export name.
     pub address: String,
 }
 
-/// A new socket of NBD clients.
+/// A new listening socket for NBD clients.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct SocketAddParams {
-    /// An NBD URI without a name of an export.
+    /// An NBD URI without an export name.
     pub address: String,
-    /// How many connections it has at most; others wait until one ends.
+    /// The maximum number of connections; further clients wait in the backlog until one ends.
     #[serde(default)]
     pub max_connections: Option<NonZeroUsize>,
 }
@@ -252,13 +253,14 @@ pub struct ExportInfo {
     pub kind: &'static str,
     /// The name of its disk.
     pub disk: String,
-    /// How many clients it has: of NBD, or a front-end of vhost-user-blk.
+    /// The number of its NBD clients or vhost-user front-ends; left out for ublk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clients: Option<usize>,
-    /// The peers: for each connection a process of this host, or an address.
+    /// The peers: for each connection a process of this host, or an address; left out for ublk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peers: Option<Vec<String>>,
-    /// True where its clients may not change the disk, whoever else may.
+    /// True if the export is read-only, otherwise left out. Other exports may still change the
+    /// disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,
 }
@@ -269,7 +271,7 @@ pub struct ExportInfo {
 pub struct SnapshotParams {
     /// The name of the disk.
     pub disk: String,
-    /// The snapshot's name, or its id where there is one already.
+    /// The snapshot's name; for an existing snapshot also its id.
     pub name: String,
 }
 
@@ -291,15 +293,15 @@ pub struct SnapshotRenameParams {
 pub struct SnapshotResult {
     /// The snapshot's id.
     pub id: String,
-    /// For how long the guests' changes were held off, in microseconds.
+    /// The time for which the guests' changes were paused, in microseconds.
     pub pause_us: u64,
 }
 
-/// A change of the image that was made.
+/// A completed change of the image.
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct PauseResult {
-    /// For how long the guests' changes were held off, in microseconds.
+    /// The time for which the guests' changes were paused, in microseconds.
     pub pause_us: u64,
 }
 
@@ -309,32 +311,32 @@ pub struct PauseResult {
 pub struct DiskStats {
     /// The name.
     pub disk: String,
-    /// Reads asked for.
+    /// Requested reads.
     pub reads: u64,
     /// Bytes of them.
     pub read_bytes: u64,
-    /// Writes asked for.
+    /// Requested writes.
     pub writes: u64,
     /// Bytes of them.
     pub written_bytes: u64,
-    /// Zero writes asked for.
+    /// Requested zero writes.
     pub zero_writes: u64,
-    /// Discards asked for.
+    /// Requested discards.
     pub discards: u64,
-    /// Flushes asked for.
+    /// Requested flushes.
     pub flushes: u64,
     /// Requests in flight.
     pub in_flight: u64,
-    /// Requests that failed, by the name of their errno's number.
+    /// The failed requests, counted for each errno.
     pub errors: Vec<ErrorStats>,
 }
 
-/// How often requests failed with one errno.
+/// The number of requests that failed with one errno.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct ErrorStats {
     /// The errno, as on Linux.
     pub errno: i32,
-    /// How often.
+    /// The number of these requests.
     pub count: u64,
 }
 
@@ -344,10 +346,10 @@ pub struct ErrorStats {
 pub struct LimitSetParams {
     /// The name of the disk.
     pub disk: Option<String>,
-    /// Or the name of the group.
+    /// The name of the group. Either `disk` or `group` is given.
     pub group: Option<String>,
-    /// All that is limited from now on; what is left out is not. A disk that is to share limits
-    /// names a `group`, and rates only if these are the group's from now on.
+    /// The new limits; a rate that is left out is unlimited. With `group` the disk joins that
+    /// group, and rates that are given become the group's limits.
     #[serde(default)]
     pub limits: LimitsConfig,
 }
@@ -357,15 +359,16 @@ pub struct LimitSetParams {
 pub struct LimitInfo {
     /// The name.
     pub disk: String,
-    /// The limits; empty: none. Those of its group are the group's.
+    /// The limits; empty: none. A disk of a group has the group's limits.
     pub limits: LimitsConfig,
-    /// Requests that wait because of them.
+    /// Requests that wait now because of the limits.
     pub waiting: u64,
-    /// Requests that waited or wait, since the disk was opened or joined its group.
+    /// Requests that waited since the disk was opened or joined its group, those that still wait
+    /// included.
     pub delayed: u64,
 }
 
-/// A process that goes on.
+/// The process that takes over.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct UpgradeParams {
@@ -384,11 +387,11 @@ pub struct UpgradeParams {
 pub struct UpgradeReply {
     /// The id of the process that serves now.
     pub process: u32,
-    /// For how long nothing was served, in microseconds.
+    /// The time in which nothing was served, in microseconds.
     pub gap_us: u64,
 }
 
-/// Events that are wanted.
+/// A subscription to events.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SubscribeParams {
@@ -402,7 +405,7 @@ fn of<P: JsonSchema, R: JsonSchema>(generator: &mut SchemaGenerator) -> (Value, 
     (generator.subschema_for::<P>().to_value(), generator.subschema_for::<R>().to_value())
 }
 
-/// All methods, what each does, its parameters and its result.
+/// All methods, each with its description, its parameters and its result.
 pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     (
         "server.version",

@@ -31,28 +31,28 @@ pub enum Event {
     DiskClosed {
         /// The name.
         disk: String,
-        /// Why its last changes could not be made durable, if so.
+        /// The reason, if its last changes could not be made durable.
         #[serde(skip_serializing_if = "Option::is_none")]
         error: Option<String>,
     },
-    /// A disk goes on in an overlay over what it was.
+    /// A disk continues in an overlay over its former image.
     #[serde(rename = "disk.forked")]
     DiskForked {
         /// The name.
         disk: String,
-        /// The path of the image that it was.
+        /// The path of the former image.
         layer: String,
-        /// The path of the image in which it goes on.
+        /// The path of the overlay.
         overlay: String,
     },
-    /// A disk went back to the layer that its last fork left.
+    /// A disk was returned to the layer that its last fork left.
     #[serde(rename = "disk.rolled-back")]
     DiskRolledBack {
         /// The name.
         disk: String,
-        /// The path of the image that it is again.
+        /// The path of the layer, which is the disk's image again.
         layer: String,
-        /// The path of the image that is gone.
+        /// The path of the removed overlay.
         overlay: String,
     },
     /// A disk has another size.
@@ -63,8 +63,8 @@ pub enum Event {
         /// The size in bytes.
         size: u64,
     },
-    /// Requests failed because of the host or the image. Of one operation and errno this is told
-    /// once in ten seconds.
+    /// Requests failed because of the host or the image. Reported at most once in ten seconds for
+    /// each operation and errno.
     #[serde(rename = "disk.error")]
     DiskError {
         /// The name of the disk.
@@ -74,68 +74,67 @@ pub enum Event {
         operation: &'static str,
         /// The errno, as on Linux.
         errno: i32,
-        /// Why the last of them failed, in one line.
+        /// The reason of the last failure, in one line.
         message: String,
-        /// How many failed so since this was last told.
+        /// The number of these failures since the last such event.
         count: u64,
     },
-    /// Requests failed because the host has no space left for what they write: told in place of
-    /// `disk.error`, as often.
+    /// Requests failed with ENOSPC on the host. Reported in place of `disk.error`, as often.
     #[serde(rename = "disk.no-space")]
     NoSpace {
         /// The name of the disk.
         disk: String,
         /// The request.
         operation: &'static str,
-        /// Why the last of them failed, in one line.
+        /// The reason of the last failure, in one line.
         message: String,
-        /// How many failed so since this was last told.
+        /// The number of these failures since the last such event.
         count: u64,
     },
-    /// The host has less room for what the disk's guest writes than its threshold. Told once for
-    /// each crossing, before writes are held or fail.
+    /// The host has less free space for the guest's writes than the disk's threshold. Reported once
+    /// for each crossing, before writes are held or fail.
     #[serde(rename = "disk.threshold")]
     DiskThreshold {
         /// The name of the disk.
         disk: String,
-        /// How many bytes are left.
+        /// The free bytes.
         left: u64,
-        /// The threshold: bytes, or a part of all room there is (10%).
+        /// The threshold: bytes, or a percentage of all space (10%).
         threshold: String,
     },
-    /// A qcow2 image uses more of its file or device than its write threshold. Told once: there is
-    /// none from then on.
+    /// A qcow2 image uses more of its file or device than its write threshold. Reported once: the
+    /// threshold is then unset.
     #[serde(rename = "disk.write-threshold")]
     WriteThreshold {
         /// The name of the disk.
         disk: String,
         /// The threshold in bytes.
         threshold: u64,
-        /// How many bytes more the image uses.
+        /// The bytes that the image uses beyond the threshold.
         exceeded: u64,
     },
-    /// Writes are held, because the host has no room for them, until there is some. Told once,
-    /// however many there are.
+    /// Writes that got ENOSPC are held until the host has space. Reported once, however many writes
+    /// are held.
     #[serde(rename = "disk.held")]
     DiskHeld {
         /// The name of the disk.
         disk: String,
-        /// Why the first of them found no room, in one line.
+        /// The reason of the first ENOSPC, in one line.
         message: String,
     },
-    /// No write is held: told after `disk.held`.
+    /// No write is held any longer. Reported after `disk.held`.
     #[serde(rename = "disk.released")]
     DiskReleased {
         /// The name of the disk.
         disk: String,
-        /// For how many milliseconds writes were held.
+        /// The time for which writes were held, in milliseconds.
         held_ms: u64,
-        /// How many of them failed with ENOSPC, because there was no room until their limit or the
-        /// disk's end.
+        /// The number of held writes that failed with ENOSPC, because the host had no space until
+        /// their time limit or the close of the disk.
         failed: u64,
     },
     /// A flush failed: data that was written may be lost, and each later flush fails until the disk
-    /// is opened again. Told once.
+    /// is opened again. Reported once.
     #[serde(rename = "disk.flush-failed")]
     FlushFailed {
         /// The name of the disk.
@@ -145,8 +144,8 @@ pub enum Event {
         /// Why, in one line.
         message: String,
     },
-    /// A bitmap became coarser, because there is no room for its bits: it says of more than the
-    /// guest's change that it has changed. Told once for each bitmap, as long as the image is open.
+    /// A bitmap became coarser, because there is no space for its bits: it marks more than the
+    /// guest's changes. Reported once for each bitmap while the image is open.
     #[serde(rename = "bitmap.coarser")]
     BitmapCoarser {
         /// The name of the disk.
@@ -156,8 +155,8 @@ pub enum Event {
         /// Why, in one line.
         message: String,
     },
-    /// A bitmap was given up, because its place is full or fails: the guest's change was made and
-    /// is not in it. It can only be removed, and the next backup has to be a full one.
+    /// A bitmap lacks changes that the guest has made, because its storage is full or fails. The
+    /// bitmap can only be removed, and the next backup must be a full one.
     #[serde(rename = "bitmap.lost")]
     BitmapLost {
         /// The name of the disk.
@@ -175,10 +174,10 @@ pub enum Event {
         /// The name of its disk.
         disk: String,
     },
-    /// An export is served no longer.
+    /// An export was removed.
     #[serde(rename = "export.removed")]
     ExportRemoved {
-        /// The export: its URI, or the path of its socket.
+        /// The export: its URI, or the path of its socket or block device.
         export: String,
         /// The name of its disk.
         disk: String,
@@ -191,7 +190,7 @@ pub enum Event {
         /// The client, as far as the kernel knows.
         peer: String,
     },
-    /// A client's connection is over.
+    /// A client's connection has ended.
     #[serde(rename = "client.left")]
     ClientLeft {
         /// The export: its URI, or the path of its socket.
@@ -206,7 +205,7 @@ pub enum Event {
         job: String,
         /// The name of its disk.
         disk: String,
-        /// The kind: mirror.
+        /// The kind: mirror, commit, stream or backup.
         kind: String,
     },
     /// A job keeps up with the guest and can be completed.
@@ -217,8 +216,8 @@ pub enum Event {
         /// The name of its disk.
         disk: String,
     },
-    /// A job was asked to complete, and cannot yet: the guest would be held off for too long. It
-    /// goes on, and can be asked again.
+    /// A job cannot complete yet, as requested, because it would pause the guest for too long. The
+    /// job continues, and the request can be repeated.
     #[serde(rename = "job.postponed")]
     JobPostponed {
         /// The name.
@@ -228,17 +227,17 @@ pub enum Event {
         /// Why, in one line.
         error: String,
     },
-    /// A job is over, as it was asked.
+    /// A job completed or was cancelled.
     #[serde(rename = "job.ended")]
     JobEnded {
         /// The name.
         job: String,
         /// The name of its disk.
         disk: String,
-        /// completed or cancelled.
+        /// The outcome: completed or cancelled.
         outcome: String,
     },
-    /// A job failed. Its disk goes on as before.
+    /// A job failed. Its disk stays in use.
     #[serde(rename = "job.failed")]
     JobFailed {
         /// The name.
@@ -248,19 +247,19 @@ pub enum Event {
         /// Why, in one line.
         error: String,
     },
-    /// A backup began: its disks are served as they were at that moment.
+    /// A backup began: the content of its disks at that moment can be served.
     #[serde(rename = "backup.began")]
     BackupBegan {
         /// The name.
         backup: String,
     },
-    /// A backup ended, as it was asked.
+    /// A backup ended on request.
     #[serde(rename = "backup.ended")]
     BackupEnded {
         /// The name.
         backup: String,
     },
-    /// The disk's past can no longer be read. The disk itself goes on.
+    /// A backup failed: the disk's old content can no longer be read. The disk itself stays in use.
     #[serde(rename = "backup.failed")]
     BackupFailed {
         /// The name of the backup.
@@ -273,7 +272,7 @@ pub enum Event {
     /// The subscriber was too slow.
     #[serde(rename = "event.lost")]
     Lost {
-        /// How many events it was not told.
+        /// The number of events that the subscriber did not receive.
         count: u64,
     },
 }

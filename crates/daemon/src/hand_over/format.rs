@@ -15,11 +15,11 @@
 //! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with
 //! one byte of any value. Then the JSON, then the bytes. The header is the same in all versions, so
 //! that each version can refuse another. Any other change needs a new version, except a new field
-//! that is left out while it has its default: a program that does not know the field refuses an
-//! offer that has it, because unknown fields are never ignored. A test has the frames of each
-//! version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps; version 3 had
-//! no description of disks, so that a destination could serve only what its command line names, and
-//! no counters; version 4 no ublk devices.
+//! that is left out while it has its default. Reason: a program that does not know the field
+//! refuses a message that has it. A test has the frames of each version as bytes. Version 1 had no
+//! vhost-user-blk devices, version 2 no bitmaps; version 3 had no counters and no description of
+//! disks, so that a destination could serve only the disks of its command line; version 4 had no
+//! ublk devices.
 //!
 //! Order of the descriptors. [`Message::Offer`]: for each file of each disk the file, then its
 //! further descriptors for the last block and for flushes, if it has them; for each socket the
@@ -170,8 +170,7 @@ pub enum Address {
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Yours {
-    /// For each disk the errno of the failed flush that is remembered, of the image and of its
-    /// data file.
+    /// For each disk the remembered errno of a failed flush: of the image, and of its data file.
     pub flush_failures: Vec<[Option<i32>; 2]>,
     /// For each disk the values of its counters.
     pub counts: Vec<Counts>,

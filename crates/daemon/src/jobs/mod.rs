@@ -2,9 +2,9 @@
 //!
 //! Guarantees: a disk has one job at a time, and is neither closed nor resized while the job runs.
 //! All jobs run on one event loop that serves no guest, so that copying does not delay guests'
-//! requests. A job that has ended is listed until it is dismissed, or `MAX_ENDED` later ones have
-//! ended. Jobs do not outlive the process: marks on their disks say whether they were complete
-//! (`jobs/mirror`, `jobs/commit`).
+//! requests. A job that has ended is listed until it is dismissed. When a job starts, the oldest
+//! ended jobs beyond `MAX_ENDED` leave the list. Jobs do not outlive the process: marks on their
+//! disks say whether they were complete (`jobs/mirror`, `jobs/commit`).
 
 mod backup;
 mod commit;
@@ -37,7 +37,7 @@ pub(crate) use mirror::{MirrorTarget, check_target_disk, complete_job, start_mir
 pub(crate) use stream::{OnFailure, begin_prefetch, start_stream};
 pub(crate) use target::TargetSetup;
 
-/// The maximum number of jobs that have ended and are still listed.
+/// The maximum number of ended jobs that stay listed when a job starts.
 const MAX_ENDED: usize = 64;
 
 /// How long a job whose outcome is decided waits for its operations in flight.
@@ -304,9 +304,9 @@ impl Jobs {
     }
 
     /// Cancels all jobs, waits a few seconds for their end, and refuses new ones. Calls that wait
-    /// for a job return. Returns the loop of jobs, because moved disks may have connections on it
-    /// and need these until the disks are closed. Returns `None` if a job is still waiting for its
-    /// target; that job is then ended as failed, and the loop is stopped.
+    /// for a job return. Returns the loop of jobs, because moved disks may need their connections
+    /// on it until the disks are closed. Returns `None` if there is no loop, or if a job still
+    /// waits for its target. Such a job ends as failed, and the loop is stopped.
     pub(crate) fn stop(&self) -> Option<Workers> {
         let (jobs, workers) = {
             let mut state = self.0.lock();

@@ -44,14 +44,15 @@ pub(super) const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
 /// Bytes of memory of each disk for data not yet in its scratch file.
 const COPY_MEMORY: u64 = 16 << 20;
-/// Maximum bytes of memory of each disk for the locations of single blocks in its scratch file: a
-/// thousandth of the copied data.
+/// Maximum bytes of memory of each disk for the locations of single blocks in its scratch file. The
+/// locations take a thousandth of the copied data.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Maximum bytes of memory for a copy of a bitmap. A larger copy is made coarser.
 const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
-/// Maximum bytes for the bits of a bitmap that begins with a backup, below `MAX_GRANULARITY`: finer
-/// bits make increments smaller, but their changes are kept in memory.
+/// Maximum bytes for the bits of a bitmap that begins with a backup; a large disk at
+/// `MAX_GRANULARITY` takes more. Finer bits make increments smaller, but their changes are kept in
+/// memory.
 const MAX_FINE_BITS: u64 = 4 << 20;
 /// Minimum bytes of a disk per bit of such a bitmap.
 const MIN_GRANULARITY: u64 = 4 << 10;
@@ -73,7 +74,7 @@ pub(crate) struct BackupSetup {
     pub(crate) since: Option<String>,
     /// The folder of the scratch files; `None`: the folder of each disk's image.
     pub(crate) scratch: Option<PathBuf>,
-    /// Bytes that each scratch file may take; `None`: as many as its disk has.
+    /// Bytes that each scratch file may take; `None`: the size of its disk, rounded up to 4 KiB.
     pub(crate) scratch_size: Option<u64>,
 }
 
@@ -98,7 +99,8 @@ struct Begun {
 ///
 /// # Errors
 /// There is no such disk or bitmap; a job or another backup uses a disk; a scratch file cannot be
-/// made; an address cannot be used; the freeze times out. After an error nothing has changed.
+/// made; an address cannot be used; the freeze times out. After an error the changes are undone,
+/// and a failure to undo one is logged.
 pub(crate) async fn begin_backup(
     running: &Running,
     setup: BackupSetup,
@@ -225,8 +227,8 @@ async fn sources(running: &Running, setup: &BackupSetup, name: &str) -> Result<V
     Ok(sources)
 }
 
-/// The frozen copy of a disk to attach, and the limit of its scratch file in bytes. `folder` and
-/// `scratch_size`: the folder and the limit of that file.
+/// Prepares the freeze of a disk. Returns the disk to freeze, and the limit of its scratch file in
+/// bytes. `folder` and `scratch_size` are the folder and the limit of that file.
 pub(super) async fn prepare(
     running: &Running,
     (folder, scratch_size): (Option<&Path>, Option<u64>),

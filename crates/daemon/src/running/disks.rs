@@ -73,7 +73,7 @@ fn tell_of_holding(disk: &str, events: &Events, room: Arc<RoomWatch>) -> HoldObs
 }
 
 impl Running {
-    /// Lists an open disk, at the start. Its name must be new.
+    /// Lists an open disk, and observes its failures. Its name must be new.
     pub(crate) fn adopt(
         &self,
         setup: DiskConfig,
@@ -143,8 +143,8 @@ impl Running {
     }
 
     /// Opens a disk, and serves it at its addresses. If an address cannot be used, the disk is
-    /// closed again. With read-only `access`, a writable disk is read-only before its first client
-    /// comes, as after a request, and has no prefetch.
+    /// closed again. With read-only `access`, a writable disk is made read-only before it has
+    /// clients, as by `set_access`, and no prefetch begins.
     ///
     /// # Errors
     /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
@@ -346,8 +346,8 @@ impl Running {
         self.disks.limit(&claimed.disk, limits)
     }
 
-    /// Makes a disk longer; shorter only if `shrink` is set and it has no exports, because its
-    /// users lose the data beyond. Guests are notified of the new size; NBD clients see it when
+    /// Resizes a disk. A smaller size requires `shrink` and a disk without exports, because the
+    /// data past the new end is lost. Guests are notified of the new size; NBD clients see it when
     /// they connect again.
     ///
     /// # Errors

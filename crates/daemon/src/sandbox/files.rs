@@ -1,7 +1,7 @@
 //! The process's rights to files by their paths, and to TCP ports (Landlock, `landlock(7)`).
 //!
-//! Open files stay usable as they were opened. Nothing may be executed, and no rule allows that. A
-//! kernel with an older Landlock enforces only the rights that it knows.
+//! Open files stay usable as they were opened. No rule allows a file to be executed. A kernel with
+//! an older Landlock enforces only the rights that it knows.
 
 use std::ffi::OsString;
 use std::io;
@@ -67,9 +67,9 @@ pub(super) struct FileRule {
     pub(super) access: BitFlags<AccessFs>,
 }
 
-/// The rules of a server that is going to open images in Ceph. They restrict only writing, because
-/// Ceph's library reads the files that its configuration names. They apply to the library's
-/// threads, which cannot be restricted later.
+/// The rules of a server that is going to open images in Ceph. They restrict only writing and
+/// executing, because Ceph's library reads the files that its configuration names. They apply to
+/// the library's threads, which cannot be restricted later.
 pub(super) fn rules_of_writing(setup: &Setup, needs: Needs) -> FileRules {
     let sockets = own_sockets(setup);
     let opened = Opened { devices: setup.devices.len(), sockets, rules_of_writing: None };
@@ -297,8 +297,8 @@ fn changing() -> BitFlags<AccessFs> {
         | AccessFs::RemoveFile
 }
 
-/// Gives the rules to the kernel, with the rights of the user who has opened everything. `None` if
-/// the kernel has no Landlock.
+/// Gives the rules to the kernel. Their paths are opened with the rights of the current user, so
+/// this comes before a change of the user. `None` if the kernel has no Landlock.
 ///
 /// # Errors
 /// The kernel's error.
@@ -307,7 +307,7 @@ pub(super) fn make(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<Opt
     Ok(made.into())
 }
 
-/// Gives the rules of [`rules_of_writing`] to the kernel. Reading, sockets and ports are not
+/// Gives the rules of [`rules_of_writing`] to the kernel. Reading, connecting and ports are not
 /// restricted.
 ///
 /// # Errors
@@ -357,11 +357,10 @@ fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
     Some(ports)
 }
 
-/// Whether a request may open a disk, or make a socket, at this path. The error names what is
-/// allowed.
+/// Checks whether a request may open a disk, or make a socket, at this path.
 ///
 /// # Errors
-/// The path is not allowed.
+/// The path is not allowed. The error names the allowed paths.
 pub(crate) fn check(allowed: &[PathBuf], path: &Path) -> Result<()> {
     let canonical = path.canonicalize().or_else(|_| {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;

@@ -120,8 +120,8 @@ pub(crate) struct Opened {
 }
 
 /// Confines a process that is going to take over, whose loops are `workers`, according to its setup
-/// alone. The process may still do its later operations and those of the hand-over. [`enter`] drops
-/// the rest, and reports what the kernel lacks.
+/// alone. The process keeps the rights for its later operations and for the hand-over. [`enter`]
+/// drops the rights for the hand-over, and reports parts that the kernel lacks.
 ///
 /// # Errors
 /// The errors of [`enter`].
@@ -139,7 +139,7 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
         return Ok(());
     }
     prepare(setup, needs, &opened);
-    // `enter` reports a missing file later.
+    // `enter` applies these restrictions again, and reports a failure.
     if let Err(error) = confine_threads(ruleset, needs, setup, &opened) {
         tracing::debug!("while this server takes over: {error}");
     }
@@ -307,7 +307,8 @@ fn confine_threads(
 /// Creates and loads everything that the sandbox forbids later.
 fn prepare(setup: &Setup, needs: Needs, opened: &Opened) {
     if needs.guests {
-        // Each queue has one ring, and one more while a front-end changes it.
+        // Each queue has one ring. Each device has one more, for a queue that its front-end
+        // changes.
         let queues = opened.devices * (usize::from(setup.server.queues()) + 1);
         let spare = if needs.changes { SPARE_SIGNAL_RINGS } else { 0 };
         reserve_signal_rings(queues + spare);

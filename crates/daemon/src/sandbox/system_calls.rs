@@ -266,8 +266,8 @@ pub(super) fn restrict(needs: Needs) -> Result<()> {
     restrict_further(needs)
 }
 
-/// After [`restrict`], adds further restrictions to a process that takes over. This filter is the
-/// last one, because it allows no further filter.
+/// Adds the filter of `needs`. A process that takes over has called [`restrict`] before. The filter
+/// allows a further filter only if `needs` has `takes_over`.
 ///
 /// # Errors
 /// The errors of [`restrict`].

@@ -1,8 +1,9 @@
 //! The process that serves: its start, its signals, and its orderly end.
 //!
-//! SIGTERM and SIGINT stop the server, a second one quits at once. SIGHUP adopts the new sizes of
-//! images that have grown, and reads the configuration and the files of TLS again; it stops a
-//! server that ends with its terminal. SIGUSR2 hands over to another process.
+//! SIGTERM and SIGINT stop the server; a second one, a second or more later, quits at once. SIGHUP
+//! adopts the new sizes of images that have grown, and reads the configuration and the files of TLS
+//! again; it stops a server whose setup has `ends_at_hangup`. SIGUSR2 hands over to another
+//! process.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -355,7 +356,7 @@ fn take_over(
     launcher: &Launcher,
     upgrades: &UpgradeRequests,
 ) -> Result<(Service, Option<PidFile>)> {
-    // This may fail, so it comes before anything is taken over.
+    // Loading the TLS files may fail, so it comes before anything is taken over.
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     let mut loops = LoopsAside::start(setup)?;
     let taken = destination::take_over(setup)?;
@@ -368,7 +369,7 @@ fn take_over(
     let since = taken.measured_since;
     let configured = Some(configured);
     let images: Vec<_> = disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
-    // This comes before the sandbox, in which the devices' files cannot be opened.
+    // The devices' files cannot be opened after `confine`.
     let ublk = ublk::take_over(ublk, &workers, &images);
     let opened = Opened {
         workers,
@@ -432,7 +433,7 @@ fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -
     }
 }
 
-/// The programs that the launcher of this server may start.
+/// The rules by which the launcher of this server starts programs.
 fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
     LaunchRules {
         arguments: source::arguments(),

@@ -99,8 +99,8 @@ impl FurtherBase {
     /// Makes the base the backing file of the image above, whose header names it already.
     pub(crate) async fn pass_over<S: Storage>(&self, disk: &Disk<S>) {
         let Some(above) = disk.image().layer().layers().nth(self.above) else { return };
-        // This waits for earlier reads, which may have looked up the range past the end of the
-        // backing file.
+        // Earlier reads may have looked up the range past the end of the backing file, and must end
+        // first.
         above.format().reads_ended().await;
         above.opened().pass_over(self.steps, self.name.clone());
     }
@@ -188,9 +188,10 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// again, so nothing is checked here.
     ///
     /// # Errors
-    /// `ReadOnly`; `Unsupported` if the image has snapshots; `Io` if changes in flight take too
-    /// long; storage errors. The image then still names its backing file or, if the header write
-    /// failed, perhaps not: it reads the same in both cases.
+    /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` if the image
+    /// has snapshots; `Io` if changes in flight take too long; storage errors. The image then still
+    /// names its backing file or, if the header write failed, perhaps not: it reads the same in
+    /// both cases.
     pub async fn detach_backing(self, base: Option<&FurtherBase>) -> Result<()> {
         {
             let _guard = self.disk.quiesce().await?;
@@ -209,8 +210,8 @@ impl<S: Storage> DiskJobs<'_, S> {
         if let Some(base) = base {
             base.pass_over(self.disk).await;
         } else {
-            // This waits for earlier reads, which may have looked up the range past the end of the
-            // backing file.
+            // Earlier reads may have looked up the range past the end of the backing file, and must
+            // end first.
             self.disk.image().format().reads_ended().await;
             self.disk.image().layer().opened().detach();
         }

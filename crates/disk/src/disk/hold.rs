@@ -84,7 +84,7 @@ pub(super) enum Wake {
 pub(super) struct HeldGuard<'a> {
     hold: &'a Hold,
     deadline: Timestamp,
-    /// The number of releases before the change was tried.
+    /// The number of releases before the last try of the change.
     seen: u64,
     /// The party whose change is held.
     party: usize,

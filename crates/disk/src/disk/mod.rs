@@ -1,8 +1,8 @@
-//! The disk as exports and tools see it: the choke point of all requests to an image.
+//! The disk as exports and tools see it: the single path of all requests to an image.
 //!
 //! - [`Disk`]: its parts and its properties.
 //! - `images`: the current image and the earlier ones.
-//! - `requests`: the one choke point of all requests.
+//! - `requests`: the entry points of requests, and the steps of each request.
 //! - `access`: whether the disk may be changed.
 //! - `block_sizes`: the block sizes that the disk reports.
 //! - `copy_on_read`: reads that copy data from the backing file into the image.
@@ -76,7 +76,7 @@ pub use quiesced::{QuiescedDisk, ReplacedImage};
 pub use stats::DiskStats;
 use write_protection::WriteProtection;
 
-/// A guest's disk: the choke point of all requests to an image. Shared by reference among all
+/// A guest's disk: the single path of all requests to an image. Shared by reference among all
 /// exports and threads. The [crate's page](crate) has an example.
 pub struct Disk<S: Storage> {
     images: Images<S, Arc<Self>>,

@@ -94,7 +94,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.switch(image, false).map(|(replaced, _guard)| replaced)
     }
 
-    /// As [`switch_to`](Self::switch_to), but the disk stays quiesced as long as the guard.
+    /// As [`switch_to`](Self::switch_to), but the disk stays quiesced until the guard is dropped.
     fn switch(
         self,
         image: Arc<Image<S>>,
@@ -138,9 +138,9 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.switch(image, true).map(|(replaced, _guard)| replaced)
     }
 
-    /// Marks as changed, durably, the ranges that the disk's image has itself: in the enabled
-    /// bitmaps of `lower`, the image's backing file, and in the disk's bitmaps in memory. So these
-    /// bitmaps are correct when the disk returns to `lower`.
+    /// Marks the ranges that the disk's image has itself as changed: durably in the enabled bitmaps
+    /// of `lower`, the image's backing file, and in the disk's bitmaps in memory. So these bitmaps
+    /// are correct when the disk returns to `lower`.
     ///
     /// # Errors
     /// Storage errors: bitmaps may then mark some ranges as changed already.

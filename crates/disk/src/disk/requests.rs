@@ -40,8 +40,8 @@ use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
 
-/// A change in flight. The image of the disk is not replaced while this exists. The order of the
-/// fields matters: observers receive the end of the change before `_guard` ends it.
+/// A change in flight. While a `Turn` exists, the image of the disk is not replaced. The order of
+/// the fields matters: observers receive the end of the change before `_guard` ends it.
 struct Turn<'a> {
     change: Option<Box<ObservedChange>>,
     image: UseGuard<'a>,
@@ -260,7 +260,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         Ok((self.turn(guard, self.disk.observers.begin(offset, length, Some(&from))), from))
     }
 
-    /// Waits until no observer holds a change of these bytes off.
+    /// Waits until no observer delays a change of these bytes.
     async fn wait_for_observers(self, offset: u64, length: u64) {
         for wait in self.disk.observers.hold_off(offset, length) {
             self.wait(pin!(wait)).await;

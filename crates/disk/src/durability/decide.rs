@@ -2,8 +2,8 @@
 //!
 //! [`DurabilityPlan::decide`] is called once for the writes of a request:
 //!
-//! - If all extents are pure overwrites and the storage has FUA, the data is written with FUA: one
-//!   operation for each extent, and no sync afterwards.
+//! - If all extents are known and pure overwrites, and the storage has FUA, the data is written
+//!   with FUA: one operation for each extent, and no sync afterwards.
 //! - If metadata must follow (for new space, or for an overwrite whose own mapping is not durable
 //!   yet), the format advises the cheaper method. For a single write, FUA for the data and then for
 //!   the metadata is cheaper; for many writes, plain writes and one shared flush.
@@ -20,8 +20,8 @@
 use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, GroupCommit, SyncMode};
 use blockhouse_format::MetadataSync;
 
-/// Maximum number of extents that are each written with FUA, although one flush would be enough for
-/// all of them.
+/// Maximum number of extents that are each written with FUA if metadata must follow. More extents
+/// are written without FUA and share one flush. Pure overwrites have no maximum.
 const MAX_FUA_WRITES: usize = 3;
 
 /// Maximum bytes of a write that a metadata writeback waits for. A longer write takes as long as a
@@ -38,7 +38,7 @@ pub(super) struct Facts {
     pub(super) change: Change,
 }
 
-/// The change of the image by a request, or a part of it.
+/// The change of the image by a request or by a part of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// Only the format's metadata changes.

@@ -1,4 +1,4 @@
-//! A storage that tracks unstable written bytes, and skips flushes that would change nothing.
+//! A storage that tracks its unstable writes, and skips flushes that would change nothing.
 //!
 //! Completed writes are counted. The count when a flush begins is the *generation* of the flush.
 //!
@@ -11,17 +11,17 @@
 //! - If a storage has no FUA, the tracker turns a durable write into a write and a flush; no lower
 //!   layer adds the flush. A storage that announces native FUA may refuse the first durable writes.
 //!   So until a durable write has succeeded, the memory of each is kept for a second write without
-//!   FUA. After a refusal, FUA counts as emulated.
+//!   FUA. If only FUA was refused, FUA counts as emulated from then on.
 //! - If a storage is open for writing, all earlier writes count as unstable, so the first flush is
-//!   never skipped. Reason: another process may have written and died, and its acknowledged writes
-//!   may still be in a cache.
+//!   never skipped (exception: `after_flush`). Reason: another process may have written and died,
+//!   and its acknowledged writes may still be in a cache.
 //! - A failed flush is remembered: every later flush and durable write fails with the first errno,
 //!   until the storage is opened again. Reason: the host has no record of the lost bytes, and would
 //!   report success for the next flush. A failed durable write counts as a failed flush, whatever
 //!   its errno, because it may report the loss of an older write, and the host reports a loss only
 //!   once. There are two exceptions: a refusal of FUA, and an error that, as the storage knows,
 //!   concerns only this write ([`Error::is_confined`]), as on a full host.
-//! - If a durable write fails during a flush, data may be lost that the flush reports as stable. So
+//! - If a durable write fails during a flush, data that the flush reports as stable may be lost. So
 //!   at its end, a flush waits for the durable writes in flight, and fails if one of them failed.
 //! - The first failure is kept in the image's state file, if there is one ([`FlushRecord`]), and is
 //!   restored from that file, so it survives a kill of the process. The state file also keeps the
@@ -57,7 +57,7 @@ mod tests;
 /// The hint about a failed flush.
 const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
 
-/// A storage with a record of its writes that are not stable.
+/// A storage, and the state of its writes that are not stable.
 pub(crate) struct FlushTracker<S> {
     storage: S,
     policy: FlushPolicy,
@@ -124,7 +124,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     /// A tracker without unstable writes, for a storage whose earlier writes by others are stable.
-    /// Until the next write, a flush issues nothing.
+    /// Until the next write, a data flush issues nothing.
     pub(crate) fn after_flush(mut self) -> Self {
         *self.write_generation.get_mut() = 0;
         self
@@ -192,7 +192,7 @@ impl<S: Storage> FlushTracker<S> {
         OperationGuard { detached_operations: &self.detached_operations, record }
     }
 
-    /// Records that the storage is about to be changed.
+    /// Records the time of a change of the storage that begins or has ended now.
     fn stamp(&self) -> Option<&FlushRecord> {
         let record = self.record.get()?;
         record.stamp();
@@ -266,7 +266,8 @@ impl<S: Storage> FlushTracker<S> {
         self.flush(SyncMode::Data).await
     }
 
-    /// A write that only a flush makes stable.
+    /// A write without FUA. Only a flush makes the write stable, unless the storage has no volatile
+    /// write cache.
     async fn write_plain(
         &self,
         content: Content,

@@ -43,9 +43,10 @@ pub struct Image<S: Storage> {
     pub(crate) uses: ImageUses,
     /// The options with which the image was opened.
     pub(crate) options: Options,
-    /// Bytes of a sector: the largest size that an image of the chain had when it was opened.
+    /// The sector size of the disk in bytes: the largest sector size of the images in the chain,
+    /// when they were opened.
     pub(crate) sector_size: u64,
-    /// The state that outlives the process, if any does.
+    /// The state file, if there is one.
     state: OnceLock<StateFile>,
 }
 
@@ -64,12 +65,13 @@ impl<S: Storage> Image<S> {
         self.layer().format()
     }
 
-    /// The state that outlives the process, if any does.
+    /// The state file, if there is one.
     pub(crate) fn state(&self) -> Option<&StateFile> {
         self.state.get()
     }
 
-    /// Keeps a state file, in which flushes are recorded from now on. Called at most once.
+    /// Keeps a state file, which gets the times of changes and the first flush failure from now on.
+    /// Called at most once.
     pub(crate) fn keep_state(&self, state: StateFile) {
         let (image, data) = (self.format().storage(), self.format().data());
         image.keep_record(state.page(), TrackedFile::Image);
@@ -80,7 +82,7 @@ impl<S: Storage> Image<S> {
         let _ = self.state.set(state);
     }
 
-    /// Remembers the failures of flushes of an earlier process that are in the state file.
+    /// Restores the flush failures of an earlier process from the state file.
     pub(crate) fn restore_failures(&self) {
         let (image, data) = (self.format().storage(), self.format().data());
         for tracker in [image, data] {

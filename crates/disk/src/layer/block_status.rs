@@ -27,7 +27,7 @@ pub enum BlockStatus {
     Data,
     /// No space is allocated, or the image says that the range is zeros; reads as zeros.
     Hole,
-    /// The image has a place for the range, and the host has a hole there; reads as zeros.
+    /// The image maps the range to a hole of the host file; reads as zeros.
     Zero,
 }
 

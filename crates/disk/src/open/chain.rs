@@ -109,8 +109,8 @@ impl Chain {
         Self { files, data_files, side_files_image, folder, source, without_key }
     }
 
-    /// The format of the next file. Refuses a chain that is too long, and an address that is not
-    /// allowed or not supported.
+    /// The format of the next file. Refuses a chain that is too long, an address that is not
+    /// allowed or not supported, and a missing or unknown format.
     pub(super) fn next(&self, backing: &Backing, options: &ImageOptions) -> Result<ImageFormat> {
         let name = String::from_utf8_lossy(&backing.name);
         let last = self.last();

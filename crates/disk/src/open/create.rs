@@ -30,8 +30,8 @@ const MAX_NAME: usize = 255;
 const ENOENT: i32 = 2;
 
 /// Makes a new image of `size` bytes, all holes, durably. Needs the event loop of the current
-/// thread. On a block device the image overwrites the old content; a raw image is the device
-/// itself, and keeps its content.
+/// thread. On a block device, a raw image is the device itself, and keeps its content; other
+/// formats overwrite the old content.
 ///
 /// # Errors
 /// The error names the image: the size is not a multiple of 512, the name exists, the host or

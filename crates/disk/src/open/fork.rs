@@ -51,7 +51,7 @@ type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
 pub struct NewChild {
     /// The path, where no file exists yet.
     pub path: PathBuf,
-    /// The options with which it is opened at once; `None` if it is only created.
+    /// The options for opening the overlay at once; `None` if the overlay is only created.
     pub opened: Option<ImageOptions>,
 }
 
@@ -60,15 +60,15 @@ pub struct NewChild {
 pub struct ForkOf<'a> {
     /// The disk, which is in use.
     pub disk: &'a ImageDisk,
-    /// How it was opened.
+    /// The options with which the disk was opened.
     pub options: ImageOptions,
-    /// The path of its new overlay; `None` for a disk that is open for reading only, or that goes
-    /// on in its image because that shares its layer.
+    /// The path of the disk's new overlay; `None` for a disk that is open for reading only. A fork
+    /// that shares the layer sets this to `None`.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay exists already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
-    /// Whether a disk in an overlay to which nothing was written goes on in that: the children are
-    /// then made over its layer, so that the chain does not grow.
+    /// Whether a disk whose image is an overlay without writes continues in this overlay. The
+    /// children are then made over the overlay's layer, so the chain does not grow.
     pub may_share_layer: bool,
     /// The children.
     pub children: Vec<NewChild>,
@@ -159,8 +159,8 @@ pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> LocalBoxFuture<'a, Result<(Vec<Forked
 /// The outcome of an attempt to fork disks.
 enum Attempt<'a> {
     Forked(Vec<Forked<'a>>, Pause),
-    /// The attempt had no effect, because some of the disks that were to share their layers were
-    /// written to meanwhile: these.
+    /// The attempt had no effect, because disks that were to share their layers were written to
+    /// meanwhile. For each disk: whether it was written to.
     Written(Vec<bool>),
 }
 
@@ -192,7 +192,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<Option<Taken<'a>>> {
         steps.make_children().await?;
     }
     // The children get their names after the records exist. A failure after that undoes the fork,
-    // because it must not leave a child whose layer continues to change.
+    // so that no child remains whose layer continues to change.
     for steps in &mut *all {
         steps.record()?;
     }
@@ -342,7 +342,7 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    /// Makes an overlay durably under a temporary name, and returns its path.
+    /// Makes an overlay durably under a temporary name; returns the temporary path.
     async fn make(&self, path: &Path) -> Result<PathBuf> {
         check_new_name(path)?;
         if fs::symlink_metadata(path).is_ok() {
@@ -370,11 +370,11 @@ impl<'a> Steps<'a> {
         Ok(part)
     }
 
-    /// Opens an overlay that was made, over the image that the disk has now or over its layer.
+    /// Opens an overlay that was made, over the disk's present image or over the shared layer.
     async fn open_over(&self, path: &Path, options: &ImageOptions) -> Result<StoredImage> {
         let mut options = overlay_options(options);
         if self.fork.disk.capabilities().write_cache == WriteCache::None {
-            // The guest was told that no flush is needed.
+            // The disk announces no volatile write cache, so the guest does not flush.
             options.cache = options.cache.write_through();
         }
         let (mode, cache) = (options.open_mode(), options.cache.page_cache());
@@ -475,7 +475,7 @@ async fn close_unused(image: Option<&StoredImage>) {
     }
 }
 
-/// Forks an image that is not open: from then on its disk is `overlay`, durably.
+/// Forks an image that is not open. When the call returns, the disk durably continues in `overlay`.
 ///
 /// # Errors
 /// As [`fork`], and the errors of opening it for writing.

@@ -28,7 +28,7 @@ use crate::options::Access;
 /// A file of an image or its chain that another process has open.
 #[derive(Debug)]
 pub struct HandedFile {
-    /// The path by which that process opened it.
+    /// The path that [`HandedOverDisk::open`] finds in the images.
     pub path: String,
     /// The open files.
     pub files: OpenFiles<OwnedFd>,
@@ -149,9 +149,9 @@ impl Files {
 
 impl StoredImage {
     /// The open files of the chain, in the order in which [`HandedOverDisk::open`] expects them,
-    /// each with the path that it finds in the images. For each image of the chain, from the top:
-    /// the image and its data file, or the files that hold its data. The layer of a fork was
-    /// usually opened by another path.
+    /// each with the path that [`HandedOverDisk::open`] finds in the images. For each image of the
+    /// chain, from the top: the image and its data file, or the files that hold its data. This
+    /// process has usually opened the layer of a fork by another path.
     ///
     /// # Errors
     /// `Unsupported` if one of the images is on another server: connections cannot be handed over.
@@ -274,8 +274,8 @@ impl HandedOverDisk {
         Some(SharedLayer(layer))
     }
 
-    /// Makes the image this process's own: this process may change the image, and releases its
-    /// locks by dropping it. The next flush covers the other process's writes. `failures` are the
+    /// Takes ownership of the image: this process may change the image, and its drop of the image
+    /// releases the locks. The next flush covers the other process's writes. `failures` are the
     /// flush failures that the other process remembers; this process remembers them, too. This
     /// process also owns the state file from now on. The takeover cannot be undone, so errors are
     /// only logged.

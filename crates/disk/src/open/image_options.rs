@@ -135,10 +135,10 @@ impl StateUse {
 pub struct ImageOptions {
     /// The format; `None` chooses it by the name.
     pub format: Option<ImageFormat>,
-    /// Whether the format of an export, whose name tells none, is probed. If one is found, the
-    /// image may name only the allowed paths.
+    /// Whether the format of an NBD export is probed if `format` is `None`. An image whose format
+    /// was found by the probe may name only the allowed paths.
     pub probes_exports: bool,
-    /// Whether it may be changed.
+    /// Whether the image may be changed.
     pub access: Access,
     /// How the host's page cache is used.
     pub cache: CacheMode,
@@ -146,7 +146,8 @@ pub struct ImageOptions {
     pub discard: Discard,
     /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroes,
-    /// Whether data read from its backing file is copied into the image, if that may be changed.
+    /// Whether data read from the backing file is copied into the image, if the image may be
+    /// changed.
     pub copy_on_read: bool,
     /// The block sizes that the disk announces.
     pub block_sizes: BlockSizes,
@@ -159,17 +160,18 @@ pub struct ImageOptions {
     /// The files that the image may name as its backing file or data file, in addition to regular
     /// files below the image's own folder.
     pub allowed_paths: AllowedPaths,
-    /// Whether it may name an export of another server as its backing file.
+    /// Whether the image may name an image on another server as its backing file.
     pub remote_backing: RemoteBacking,
     /// The secrets of encrypted images.
     pub secrets: Secrets,
-    /// The part of its file that has the image, which is then only read; `None` for the whole file.
+    /// The part of the file that has the image; `None` for the whole file. A part cannot be
+    /// resized.
     pub part: Option<FilePart>,
-    /// The purpose of opening it.
+    /// The purpose of opening the image.
     pub purpose: Purpose,
     /// The name or id of the snapshot to open, for reading only.
     pub snapshot: Option<String>,
-    /// Whether its backing file is read.
+    /// Whether the image's backing file is opened.
     pub backing_use: BackingUse,
     /// Location of a raw image's bitmaps, if not beside it.
     pub side_file: Option<SideFile>,
@@ -195,11 +197,11 @@ pub enum Purpose {
 /// The treatment of the backing file that an image names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackingUse {
-    /// It is opened.
+    /// The backing file is opened.
     #[default]
     Followed,
-    /// It is left out: unallocated ranges read as zeros, and block status distinguishes them from
-    /// data.
+    /// The backing file is left out: unallocated ranges read as zeros, and block status
+    /// distinguishes them from data.
     LeftOut,
 }
 
@@ -219,8 +221,8 @@ pub(super) fn side_file_of(image: &Path) -> PathBuf {
 pub struct SideFile {
     /// The file, or a folder in which it is named after the image.
     pub path: PathBuf,
-    /// Whether the user asserts that the volume has no other writer. This counts if the host has no
-    /// evidence of changes.
+    /// Whether the user asserts that the volume has no other writer. The assertion counts only if
+    /// the host cannot tell whether the volume has changed.
     pub is_alone: bool,
 }
 

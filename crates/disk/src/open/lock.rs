@@ -102,7 +102,7 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     }
     // The process that hands the file over holds these locks already, so no other program uses the
     // image. A program that tries to open the image holds some bytes for a moment, until it finds
-    // these locks. It must not count as a holder.
+    // these locks. That program must not count as a holder.
     if file.shares_locks() {
         return Ok(Locked::Yes);
     }

@@ -1,5 +1,5 @@
-//! The record that an image's disk was moved to another image, or was about to be moved:
-//! `IMAGE.moved`, where `IMAGE` is the file itself, not a symbolic link to it.
+//! The record that an image's disk was moved to another image, was about to be moved, or was
+//! forked: `IMAGE.moved`, where `IMAGE` is the file itself, not a symbolic link to it.
 //!
 //! Guarantees: an image with a record, even one that cannot be read, is not opened for writing. So
 //! no guest continues on an old version of its disk. The record is written durably before the other
@@ -24,7 +24,7 @@ use crate::state::ImageIdentity;
 /// The first line of a record.
 const MAGIC: &[u8] = b"blockhouse: disk moved\n";
 
-/// The last line of the record of a fork.
+/// The line of a fork in a record, after the overlay's name and [`ROLLBACK`] or [`COMMIT`].
 const FORK: &str = "\nfork";
 
 /// The text before [`FORK`] while a rollback is about to return the disk to the image.
@@ -33,7 +33,7 @@ const ROLLBACK: &str = "\nrollback";
 /// The text before [`FORK`] once a commit has begun to copy the overlay into the image.
 const COMMIT: &str = "\ncommit";
 
-/// The text before the inode and the birth of the image's file, on the line after all others.
+/// The text before the inode and the birth time of the image's file, on the last line.
 const FILE: &str = "\nfile ";
 
 /// The most bytes of a record that are read.
@@ -75,8 +75,8 @@ fn record_of(image: &Path) -> PathBuf {
     name.into()
 }
 
-/// The inode and the birth of an image's file, as a record has them. `None` for a device, whose
-/// birth is another one in each boot, and if the file system does not tell births.
+/// The inode and the birth time of an image's file, as a record has them. `None` for a device,
+/// whose birth time differs in each boot, for a file system without birth times, and on an error.
 fn file_of(image: &Path) -> Option<String> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let file = rustix::fs::open(image, flags, Mode::empty()).ok()?;
@@ -266,8 +266,9 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     let is_missing = |error: io::Error| error.kind() == IoErrorKind::NotFound;
     let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
     if written.is_err() {
-        // The caller reports the first failure. A record that has its name, but perhaps not
-        // durably, is removed, because the disk stays in the image.
+        // The caller reports the first failure. The rename may have happened, but not durably. Then
+        // the record is removed, because the disk stays in the image. A record that replaced a
+        // valid one stays.
         let is_renamed = remove_file(&part).is_err_and(is_missing);
         if is_renamed && !had_effect {
             let _ = remove_file(&record);

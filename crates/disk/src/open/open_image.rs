@@ -45,8 +45,8 @@ use crate::tools::check_not_marked;
 /// # Errors
 /// The error names the file: it is missing, not a disk image, of a wrong size, locked, looks like
 /// another format, is an incomplete mirror, or the host refuses; for a backing file also the chain
-/// that leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one of a raw
-/// image.
+/// that leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for a format
+/// without snapshots (raw has them only in Ceph).
 pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<ImageDisk>> {
     rare(async move {
         let is_view = at_snapshot(path, &options)?.1.is_some();
@@ -216,7 +216,8 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let options = with_probed(&storage, Cow::Owned(options)).await?;
     let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-    // If names in the image are not followed, the image is still opened, so that they can be shown.
+    // If the image may name only allowed paths, its extents are not opened. So its metadata, with
+    // the names in it, can be shown.
     let image = if image.extent_files().is_empty() || options.allowed_paths.are_only() {
         image
     } else {

@@ -48,19 +48,19 @@ pub struct QemuName {
     pub driver: Option<String>,
     /// The part of the file that holds the image.
     pub part: Option<FilePart>,
-    /// Whether it must not be locked.
+    /// Whether the image must not be locked.
     pub is_shared: bool,
-    /// Whether it must not be changed.
+    /// Whether the image must not be changed.
     pub is_read_only: bool,
     /// Whether reads bypass the host's page cache, in commands that inspect one image.
     pub is_direct: bool,
-    /// Whether its backing file is left out.
+    /// Whether the image's backing file is left out.
     pub backing_use: BackingUse,
-    /// Whether writes to it are compressed.
+    /// Whether writes to the image are compressed.
     pub is_compressed: bool,
     /// The treatment of discards and zeros, for a program that serves the image.
     pub space: SpaceOptions,
-    /// The backing file that the options give it.
+    /// The backing file that the options give the image.
     pub backing: Option<PathBuf>,
     /// The context of block status requested from a server (`x-dirty-bitmap`).
     pub context: Option<String>,
@@ -68,7 +68,7 @@ pub struct QemuName {
     pub tls: Option<QemuTls>,
 }
 
-/// TLS with a server by an object of QEMU's command line.
+/// The TLS options for a server, which refer to an object of QEMU's command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QemuTls {
     /// The object's name (`tls-creds`).
@@ -89,8 +89,8 @@ pub struct SpaceOptions {
 }
 
 impl QemuName {
-    /// The meaning of a name that begins with `json:` or with one of QEMU's protocols; `None` for
-    /// any other.
+    /// The meaning of a name that begins with `json:`, `file:`, `host_device:` or `nbd:`; `None`
+    /// for any other name, and for an NBD URI.
     ///
     /// # Errors
     /// A message that names the option that is unknown or not possible.
@@ -341,8 +341,8 @@ impl Options {
         }
     }
 
-    /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; options of the layers
-    /// below must have the same values.
+    /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image. The first two override
+    /// the same options of the layers below.
     fn space(&mut self) -> Result<SpaceOptions, String> {
         let mut space = SpaceOptions::default();
         for prefix in ["file.file.", "file.", ""] {

@@ -5,15 +5,16 @@
 //!
 //! 1. Its state file is looked for ([`Restore::begin`]). A file of an earlier boot of the host is
 //!    void and removed. A file of another image (for example this device before it was detached and
-//!    attached) is set aside with a warning, and so is a file that is no state file.
+//!    attached) is set aside with a warning, unless it is empty, and so is a file that is no state
+//!    file.
 //! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]). The log of a
 //!    changed image is refused: here if the file was modified at another time than its server's
 //!    last write (`modification`), and by the format if another program opened the image for
 //!    writing. A refused log is set aside with a warning, and the image is opened as it is.
 //! 3. A server gets a new state file. The new file has the flush failures of the old one, so that
-//!    all later flushes fail. A tool gets a new file only if there was an old one: until the tool
-//!    closes the image, the new file protects the replayed changes, and flush failures are only
-//!    logged.
+//!    all later flushes fail. A tool gets a new file only if the log of an old one was not refused:
+//!    until the tool closes the image, the new file protects the replayed changes, and flush
+//!    failures are only logged.
 //!
 //! If an image's server was killed and no state file is found, a new server warns. A command fails:
 //! a state file may be in another directory, and would not fit the image after a change. Exception:
@@ -23,10 +24,10 @@
 //! refused. A backup or a copy would lack these changes too, and a bitmap that the backup clears
 //! would no longer show them. Commands that read only metadata warn ([`StateUse::Look`]).
 //!
-//! A backing file is opened for reading only, so no changes can be replayed to it. If a killed
-//! server has left changes of the backing file in a state file, images above the backing file are
-//! not opened for writing ([`Restore::finish_backing`]), because a later replay would change the
-//! content below them.
+//! A backing file is opened for reading only, so no changes can be replayed to it (exception: the
+//! layer of a fork, `left_layer`). If a killed server has left changes of the backing file in a
+//! state file, images above the backing file are not opened for writing
+//! ([`Restore::finish_backing`]), because a later replay would change the content below them.
 //!
 //! A crash between any two of these steps leaves a state file that the next opening finds.
 

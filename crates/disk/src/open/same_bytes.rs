@@ -44,8 +44,8 @@ enum Holder {
 struct Place {
     holder: Holder,
     range: Range<u64>,
-    /// Whether the range has all these bytes of the image in their order. If false, it has some of
-    /// them at unknown offsets.
+    /// Whether the range has these bytes of the image completely and in order. If false, the range
+    /// has some of these bytes at unknown offsets.
     is_exact: bool,
     /// The path of the file or device; `None` if none is known.
     path: Option<PathBuf>,
@@ -184,8 +184,8 @@ fn failed(name: &str) -> impl Fn(io::Error) -> Error {
     move |error| Error::host("cannot examine", error).on(name)
 }
 
-/// Refuses an open, locked image that another program uses under another name. `check_below` reads
-/// the locks of each file below a loop device. If the image is open for writing, loop devices above
+/// Refuses an open, locked image that another program uses under another name. `check_below` checks
+/// the locks of one file below a loop device. If the image is open for writing, loop devices above
 /// it are checked, too.
 ///
 /// # Errors

@@ -19,7 +19,9 @@
 //!   - The side file was not closed, because its server died. The volume was not changed after the
 //!     last write in that server's state file, and a device got no more bytes than that server has
 //!     sent. If the host crashed too, the server's voucher decides (`vouching`).
-//!   - The host has no evidence of changes, and the user states that there is no other writer.
+//!   - A running server has the image open and records its changes, and this opening takes no lock.
+//!   - The host cannot tell whether the volume has changed, and the user states that there is no
+//!     other writer.
 //!
 //! A side file does not belong if one of these is in doubt. Then the image is opened without
 //! bitmaps, and a warning says why. The volume is checked before the image is locked, and again
@@ -69,8 +71,8 @@ pub(super) fn place_of(image: &Path, options: &ImageOptions) -> PathBuf {
     }
 }
 
-/// The name of an image's side file in a folder of side files: the image's whole name, with `!` in
-/// place of `/`.
+/// The name of an image's side file in a folder of side files: the image's absolute path without
+/// the first `/`, or its address, with `!` in place of `/`, and the suffix.
 fn name_in_folder(image: &Path) -> PathBuf {
     let whole = match Location::of(image) {
         Ok(Location::File(path)) => std::path::absolute(&path).unwrap_or(path),
@@ -322,8 +324,8 @@ impl<'a> Route<'a> {
     /// `disk` is the image opened through this route, without its data file.
     ///
     /// # Errors
-    /// `InvalidInput` if a side file is opened for writing by its own name: then it was not checked
-    /// whether it belongs to its image.
+    /// `InvalidInput` if a side file is opened for writing by its own name, because no check has
+    /// found that the side file belongs to its image.
     pub(super) fn raw_image(&self, disk: &StoredImage) -> Result<Option<RawImage>> {
         match &self.through {
             Through::SideFile { image, .. } => Ok(image.lock().take()),
@@ -370,8 +372,8 @@ impl<'a> Route<'a> {
     }
 }
 
-/// The reason why a side file does not belong to a volume of this owner; `None` if it belongs. The
-/// side file must name the file `named`, if given.
+/// The reason why a side file does not belong to a volume of this owner; `None` if it belongs. If
+/// `named` is given, the side file must name a file with the file name of `named`.
 async fn check(
     named: Option<&Path>,
     (volume, owned_by): (&Volume, Option<u32>),

@@ -55,7 +55,7 @@ pub(crate) enum FoundState {
     OtherImage(StateFile),
     /// The file of a process that had this image open in this boot of the host.
     Usable(StateFile),
-    /// The file's name belongs to something that is no usable state file.
+    /// A file that has the name of the state file, but is no usable state file.
     Foreign {
         /// The reason why it cannot be used.
         why: &'static str,
@@ -93,7 +93,7 @@ impl StateFile {
         }
     }
 
-    /// Looks for the file of an image in this boot of the host.
+    /// Looks for the state file of an image, and checks its boot of the host and its image.
     ///
     /// # Errors
     /// The host's, with the file's name.

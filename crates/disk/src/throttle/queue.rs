@@ -1,10 +1,10 @@
 //! The waiting requests of a group, by disk (*member*) and by party. All of this data is protected
 //! by the group's lock.
 //!
-//! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. Either it
-//! was polled as the timekeeper, or its waker was returned to the caller, which calls the waker.
-//! Another request becomes the timekeeper if, at its poll, the next admission is due earlier than
-//! the timekeeper's timer.
+//! Invariant: on each event loop where waiting requests have been polled, one request is the
+//! *timekeeper*. Either it was polled as the timekeeper, or its waker was returned to the caller,
+//! which calls the waker. Another request becomes the timekeeper if, at its poll, the next
+//! admission is due more than a [`QUANTUM`] earlier than the timekeeper expects.
 //!
 //! One loop *leads*: its timekeeper has a timer for the moment when the next request may be
 //! admitted. The timers of the other timekeepers expire [`BACKUP_DELAY`] later. So if the leading
@@ -102,7 +102,7 @@ impl Party {
     }
 }
 
-/// The waits of a disk's requests.
+/// The counts of a disk's waiting and delayed requests.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WaitCounts {
     pub(super) waiting: u64,
@@ -340,8 +340,8 @@ impl Queue {
     }
 
     /// Removes a request from its loop. If the request was the timekeeper, the loop's newest
-    /// request becomes the timekeeper, because it waits longest. If the request was the last one of
-    /// the leading loop, any other loop leads.
+    /// request becomes the timekeeper, because it is probably admitted last. If the request was the
+    /// last one of the leading loop, the timekeeper of another loop is woken, and its loop leads.
     fn leave_loop(&mut self, ticket: Ticket, event_loop: ThreadId, wakers: &mut Wakers) {
         let Some(own) = self.loops.get_mut(&event_loop) else { return };
         own.tickets.remove(&ticket);

@@ -1,9 +1,10 @@
-//! Copies a disk, a part of a disk, or several of them one after the other, to another disk. Each
-//! may have any format.
+//! Copies a disk, a part of a disk, or a sequence of parts, to another disk. All disks may have any
+//! format.
 //!
-//! The ranges that the source's block status shows as zeros are not read; bytes that turn out to be
-//! zeros are not written (exception: [`CopyJob::writing_zeros`]). Several chunks are in flight at
-//! the same time and end in any order; no two of them touch the same cluster of the target. Any
+//! Ranges that read as zeros by the block status, on the source and on a target with earlier
+//! content, are not read; zeros in the bytes read become holes of the target (exception:
+//! [`CopyJob::writing_zeros`]). Several chunks are in flight at the same time and end in any order
+//! (exception: [`CopyJob::in_order`]); no two of them touch the same cluster of the target. Any
 //! number of threads can work on one copy, each on its own event loop. Nothing is durable before
 //! the target is closed.
 
@@ -25,13 +26,13 @@ use crate::parts::MAX_IN_FLIGHT;
 
 /// Minimum number of bytes of a chunk. Larger clusters make larger chunks.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// Minimum number of bytes lost together if a part cannot be read.
+/// Minimum unit, in bytes, in which a salvaging copy locates unreadable bytes.
 const SECTOR: u64 = 512;
 
 /// The target's content before the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetContent {
-    /// All of it reads as zeros.
+    /// The whole target reads as zeros.
     Zero,
     /// Any content, for instance a part of the copy. The target is read, and equal parts are not
     /// written again.
@@ -50,12 +51,12 @@ pub struct CopyOptions {
     pub max_in_flight: usize,
 }
 
-/// The progress of a copy, in bytes of the disk.
+/// The progress of a copy, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyProgress {
     /// The bytes that need no more work, holes included.
     pub done: u64,
-    /// The size of the disk.
+    /// The length of all parts to be copied.
     pub total: u64,
     /// The bytes that were written.
     pub written: u64,
@@ -71,7 +72,7 @@ pub struct CopyJob<S: Storage> {
     before: Option<Arc<Disk<S>>>,
     writer: RangeWriter<Arc<Disk<S>>, S>,
     options: CopyOptions,
-    /// Bytes of a chunk: a multiple of the target's clusters.
+    /// Bytes of a chunk: a multiple of the target's cluster size.
     chunk: u64,
     /// This mutex does not read the clock; the mutex of `async_lock` does when it is contended.
     scan: Mutex<PartsScan<S>>,
@@ -87,7 +88,7 @@ pub struct CopyJob<S: Storage> {
     observer: Option<DataObserver>,
     /// The offset in the target that the scan has reached.
     passed: AtomicU64,
-    /// Bytes before that offset that are still in flight.
+    /// Bytes before `passed` that are still in flight.
     in_flight: AtomicU64,
 }
 
@@ -133,7 +134,7 @@ impl<S: Storage> Part<S> {
 struct PartsScan<S: Storage> {
     index: usize,
     scan: StatusScan<Arc<Disk<S>>>,
-    /// The end of the last chunk that was found.
+    /// Ready when the chunk that was found last is written, or has failed.
     last: Option<oneshot::Receiver<()>>,
 }
 
@@ -150,7 +151,7 @@ impl<S: Storage> PartsScan<S> {
 struct Place {
     /// Ready when the chunk before it is written, or has failed.
     before: Option<oneshot::Receiver<()>>,
-    /// Its drop lets the next chunk be written.
+    /// The drop of this sender lets the next chunk be written.
     _written: Option<oneshot::Sender<()>>,
 }
 
@@ -177,7 +178,7 @@ impl<S: Storage> CopyJob<S> {
     }
 
     /// As [`new`](Self::new), for parts of sources, one after the other, each at any offset and of
-    /// any length. The bytes after them up to the end of the target's last sector become zeros.
+    /// any length. The target's bytes after them stay as they are.
     ///
     /// # Errors
     /// As [`new`](Self::new); `InvalidInput` for a part beyond the end of its source.
@@ -328,7 +329,7 @@ impl<S: Storage> CopyJob<S> {
 
     /// The copy's progress. From any thread, at any time.
     pub fn progress(&self) -> CopyProgress {
-        // In this order a chunk that ends in between never counts as done too early.
+        // In this order, a chunk that begins between the two loads never counts as done.
         let passed = self.passed.load(Ordering::Acquire);
         let in_flight = self.in_flight.load(Ordering::Acquire);
         CopyProgress {
@@ -485,8 +486,8 @@ pub(super) async fn read<S: Storage>(
     read_from(disk, 0, disk.size(), chunk, buffer).await
 }
 
-/// As [`read`], for a disk whose offsets are those of the chunk plus `shift`, modulo 2^64. From
-/// `end` on, which is within the disk, the chunk reads as zeros.
+/// As [`read`], for a disk whose offsets are those of the chunk plus `shift`, modulo 2^64. The
+/// chunk reads as zeros from its offset `end` on; `end + shift` is within the disk.
 async fn read_from<S: Storage>(
     disk: &Disk<S>,
     shift: u64,
@@ -502,7 +503,7 @@ async fn read_from<S: Storage>(
     let mut data = Vec::new();
     for range in &chunk.data {
         let range = within(range);
-        // The part past the end belongs to a longer disk.
+        // Data past `end` is that of the longer disk in the same scan.
         if range.start < range.end {
             buffer.bytes_mut()[end..range.start].fill(0);
             end = range.end;

@@ -126,8 +126,8 @@ impl WriteThrough {
     }
 }
 
-/// A command to a device's driver, which completes it when it has an event. The ring cannot cancel
-/// the command; only another command to the device ends it.
+/// A command to a device's driver. The driver completes the command when the device has an event.
+/// The ring cannot cancel the command; only another command to the device ends it.
 pub(crate) struct DeviceCommand {
     pub(crate) file: Arc<OwnedFd>,
     pub(crate) code: u32,

@@ -3,8 +3,8 @@
 //!
 //! Guarantees: after [`enable`] has returned, the ring carries out no other opcode and accepts no
 //! other registration, and no call can lift that. Reason: a seccomp filter sees no requests of a
-//! ring, so code that an attacker runs in this process could otherwise open files and connect
-//! sockets by such a ring.
+//! ring. By an unrestricted ring, code that an attacker runs in this process could open files and
+//! connect sockets.
 //!
 //! The ring must be made disabled (`IORING_SETUP_R_DISABLED`), since the kernel takes restrictions
 //! only before it is enabled. Registrations that are needed once, to examine or fill the ring, are
@@ -58,9 +58,10 @@ pub(crate) enum VectoredSlots {
 }
 
 impl VectoredSlots {
-    /// Linux 6.15 has them, but may access the wrong bytes of memory in huge pages that does not
-    /// begin with one (fixed by "io_uring: don't assume uaddr alignment in io_vec_fill_bvec" in
-    /// 6.16). Another feature of 6.16 distinguishes the two.
+    /// Whether the kernel carries these requests out correctly. Linux 6.15 may access the wrong
+    /// bytes of memory in huge pages if the memory does not begin at the start of a huge page
+    /// (fixed by "io_uring: don't assume uaddr alignment in io_vec_fill_bvec" in 6.16). Another
+    /// opcode of 6.16 distinguishes the two versions.
     pub(crate) fn of(probe: &Probe) -> Self {
         let needed = VECTORED.iter().chain(&[opcode::Pipe::CODE]);
         if needed.copied().all(|code| probe.is_supported(code)) {

@@ -2,7 +2,7 @@
 //!
 //! An iteration polls the tasks that are ready. Then the engine submits all operations that they
 //! started and reaps all completions, if possible with one system call. Other threads reach a loop
-//! through its [`Handle`]; `mailbox` says what it guarantees to them.
+//! through its [`Handle`]; `mailbox` states the guarantees to these threads.
 
 pub(crate) mod clock;
 pub(crate) mod event_signal;
@@ -85,8 +85,8 @@ impl EventLoop {
         Ok(Self { local: Rc::new(local), done: Vec::new(), messages: Vec::new() })
     }
 
-    /// Before it sleeps, the loop busy-polls for up to `time` if it expects an event that soon;
-    /// zero means never. A new loop busy-polls for up to [`DEFAULT_POLLING`].
+    /// Sets how long the loop busy-polls before a sleep: for up to `time`, if the loop expects an
+    /// event that soon; zero means never. A new loop busy-polls for up to [`DEFAULT_POLLING`].
     ///
     /// [`DEFAULT_POLLING`]: crate::DEFAULT_POLLING
     pub fn set_max_poll_time(&mut self, time: Duration) {
@@ -109,11 +109,11 @@ impl EventLoop {
     }
 
     /// Sets whether this loop polls for completions on files for which [`check_io_poll`] succeeds;
-    /// [`IoPoll::Off`] by default. These are completions of direct reads, and on block devices of
-    /// writes, including durable ones if the device needs no flush for them. While any such
-    /// operation is in flight the loop does not sleep; with none, it sleeps as usual. Everything
-    /// else, and operations that the kernel refuses to poll for, complete by interrupts. This has
-    /// no effect on engines other than io_uring.
+    /// [`IoPoll::Off`] by default. The loop polls for direct reads. On block devices the loop also
+    /// polls for direct writes, including durable ones if the device needs no flush for them. While
+    /// any such operation is in flight the loop does not sleep; with none, it sleeps as usual. All
+    /// other operations, and those that the kernel refuses to poll for, complete by interrupts.
+    /// This has no effect on engines other than io_uring.
     ///
     /// [`check_io_poll`]: crate::check_io_poll
     ///
@@ -139,7 +139,7 @@ impl EventLoop {
         &self.local.report
     }
 
-    /// Runs `future` and all tasks spawned by it, until `future` is ready.
+    /// Runs `future` and all tasks of the loop, until `future` is ready.
     ///
     /// # Panics
     /// Inside of another loop.
@@ -218,8 +218,8 @@ impl Drop for EventLoop {
 pub struct Handle(Arc<LoopShared>);
 
 impl Handle {
-    /// Runs the future of `make` on the loop's thread. With its spawned tasks the future is a
-    /// party: while it computes for long, other parties get turns in between. A sleeping loop is
+    /// Runs the future of `make` on the loop's thread. The future and the tasks that it spawns form
+    /// a party. While a party runs for long, other parties get turns in between. A sleeping loop is
     /// woken, once for everything that is submitted before it runs again.
     pub fn spawn<F, R>(&self, make: impl FnOnce() -> F + Send + 'static) -> Submission<R>
     where
@@ -237,7 +237,8 @@ impl Handle {
     }
 }
 
-/// The outcome of a future submitted through a [`Handle`]. If it is dropped, the task continues.
+/// The outcome of a future submitted through a [`Handle`]. If the submission is dropped, the task
+/// continues.
 pub struct Submission<R>(oneshot::Receiver<R>);
 
 impl<R> Submission<R> {

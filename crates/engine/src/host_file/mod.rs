@@ -2,10 +2,10 @@
 //!
 //! Guarantees: a short transfer is continued and never turned into an error of its own; a durable
 //! write is one request (`RWF_DSYNC`), and is refused if the kernel or the file does not support
-//! that; every error names the file and the offset and keeps its errno; a flush reports each
-//! writeback failure, even if a durable write has reported it already. All operations run on the
-//! loop of the thread that polls them, so one `HostFile` may serve many threads; `capabilities`
-//! describes the engine of the calling thread's loop.
+//! that; every error names the file, an error of a transfer also the offset, and a host's error
+//! keeps its errno; a flush reports each writeback failure, even if a durable write has reported it
+//! already. All operations run on the loop of the thread that polls them, so one `HostFile` may
+//! serve many threads; `capabilities` describes the engine of the calling thread's loop.
 
 mod change_time;
 mod device_writes;
@@ -55,8 +55,8 @@ const BLKDISCARD: libc::Ioctl = 0x1277;
 pub struct HostFile {
     file: Arc<File>,
     /// The same file through the page cache, for the last partial block, which direct I/O cannot
-    /// access. In a file that is open for writing, a block is then at least a page, so that direct
-    /// I/O and the page cache never access the same page.
+    /// access. In a file that is open for writing, a block is then at least a page. So direct I/O
+    /// and the page cache never access the same page.
     tail: Option<Arc<File>>,
     /// The open file that is flushed. The kernel reports a failure to write back once to each open
     /// file (`errseq_t`, Linux 4.13), to its next fsync or durable write. So if our bytes may be in
@@ -67,7 +67,7 @@ pub struct HostFile {
     kind: FileKind,
     size: AtomicU64,
     alignment: Alignment,
-    /// Blocks that are zeroed and discarded as a whole.
+    /// Bytes of the blocks that the device zeroes and discards only as a whole; 1 for a file.
     offload_block: u32,
     /// Whether the kernel supports `RWF_DSYNC` for the file, as probed at the opening.
     probed_fua: Fua,
@@ -90,7 +90,7 @@ struct Unsupported {
 }
 
 impl HostFile {
-    /// Whether it is a file or a device.
+    /// Whether the storage is a regular file or a block device.
     pub fn kind(&self) -> FileKind {
         self.kind
     }
@@ -136,8 +136,9 @@ impl HostFile {
         })
     }
 
-    /// Must precede zeroing or discarding a range. Writes out the device's page cache, because the
-    /// kernel drops the range's pages then, and acknowledged writes may be only in these pages.
+    /// Writes out the device's page cache of a range, before the range is zeroed or discarded.
+    /// Reason: the kernel then drops the range's pages, and acknowledged writes may be only in
+    /// them.
     async fn keep_answered(&self, range: ByteRange) -> Result<()> {
         match (self.kind, self.file.caching) {
             (FileKind::BlockDevice, Caching::PageCache) => self.write_out(range).await,
@@ -219,7 +220,7 @@ impl HostFile {
             // The kernel found no memory at the data's addresses: it stops before it syncs
             // anything. So a guest that removes its memory does not make flushes of others fail.
             _ if error == Errno::FAULT => true,
-            // Losses of older writes are still reported to the next flush.
+            // The next flush also reports the losses of older writes.
             ErrorKind::NoSpace => through == WriteThrough::Yes && self.reports_twice(),
             _ => false,
         };
@@ -291,7 +292,7 @@ impl HostFile {
                 Ok(count) if count == transfer.vector.len() => return Ok(()),
                 // A short read is the end of the file or a partial transfer. Another read would
                 // decide, but at the end of the file the remaining range is usually not aligned for
-                // O_DIRECT. So check the size.
+                // O_DIRECT. So the size decides.
                 Ok(count) => {
                     advance(&mut transfer, count);
                     self.check_not_cut(transfer.offset)?;
@@ -310,7 +311,8 @@ impl HostFile {
     /// Refuses a read at `offset`, where the kernel found the end of the file, if this process
     /// knows of bytes there. Zeros in their place would be other data than was stored.
     fn check_not_cut(&self, offset: u64) -> Result<()> {
-        // The size is read again at last, because this process may have cut the file meanwhile.
+        // The recorded size is read again last, because this process may have cut the file
+        // meanwhile.
         let had_bytes = || self.size() > offset;
         if !(had_bytes() && self.ends_at(offset)? && had_bytes()) {
             return Ok(());
@@ -319,8 +321,9 @@ impl HostFile {
         Err(error.hint("another program has made it shorter: restore it from a backup"))
     }
 
-    /// Whether the file ends at `offset` or before. The size is queried again, because another
-    /// process may have made the file longer: bytes past the recorded end would read as zeros.
+    /// Whether the file ends at `offset` or before. The size is queried from the host, because
+    /// another process may have made the file longer: without the query, bytes past the recorded
+    /// end would read as zeros.
     fn ends_at(&self, offset: u64) -> Result<bool> {
         let size = probe::size(&*self.file);
         let size =
@@ -328,7 +331,8 @@ impl HostFile {
         Ok(size <= offset)
     }
 
-    /// `fallocate(2)`; `refused` records that it is not supported.
+    /// `fallocate(2)` with `mode`, which keeps the size. `refused` records that the kernel does not
+    /// support the mode.
     async fn allocate(
         &self,
         mode: FallocateFlags,
@@ -372,9 +376,9 @@ impl HostFile {
     }
 
     /// Whether a durable write is one request. The kernel may refuse that. Also, the kernel adds a
-    /// flush to each synchronous durable write to a block device. The engine `threads` has only
-    /// synchronous writes, so for it a plain write and a flush, which several writes can share, are
-    /// cheaper.
+    /// flush to each synchronous durable direct write to a block device. The engine `threads` has
+    /// only synchronous writes, so for it a plain write and a flush, which several writes can
+    /// share, are cheaper.
     fn fua(&self) -> Fua {
         let is_direct_device =
             self.kind == FileKind::BlockDevice && self.file.caching == Caching::Direct;

@@ -64,7 +64,7 @@ struct Reopened {
     flushed: Option<OwnedFd>,
 }
 
-/// Bytes of the sample reads of the kernel's alignment probe: one block of any device.
+/// Bytes of the sample read that probes for `RWF_DSYNC`: one block of any device.
 const SAMPLE: usize = 4096;
 
 impl HostFile {
@@ -87,8 +87,8 @@ impl HostFile {
         let failed = |what: &'static str, error: Errno| {
             Error::host(what, error.into()).on(&path.display().to_string())
         };
-        // Without O_DIRECT: a file system that does not support it creates the file and then
-        // refuses to open it.
+        // The file is made without O_DIRECT, because a file system without direct I/O creates the
+        // file and then refuses to open it.
         let makes = if how.is_in_place { OFlags::TRUNC } else { OFlags::CREATE | OFlags::EXCL };
         let flags = makes | OFlags::WRONLY | OFlags::CLOEXEC;
         let others = if how.is_for_all { Mode::RGRP | Mode::ROTH } else { Mode::empty() };
@@ -165,7 +165,7 @@ impl HostFile {
 
     /// As [`open`](Self::open), for a file found before: `found` was opened with `O_PATH`. So
     /// exactly that file is opened, even if its path leads elsewhere by now. `path` is for
-    /// messages.
+    /// messages, and for the open if /proc is not mounted.
     ///
     /// # Errors
     /// The errors of [`open`](Self::open); ESTALE if /proc is not mounted and the path leads to
@@ -236,10 +236,10 @@ impl HostFile {
         Self::adopt(path, files, access, cache)
     }
 
-    /// Extends a file that ends inside of a block to the block's end. Without this, blocks are as
-    /// large as a page, because the last partial block is written through the page cache. To be
-    /// called before anything is read or written. A file that another process may still use stays
-    /// unchanged.
+    /// Extends a file that ends inside of a block to the block's end. Without the extension a block
+    /// is at least a page, because the last partial block is written through the page cache. The
+    /// caller calls this before the first read or write. A file that another process may still use
+    /// stays unchanged.
     ///
     /// # Errors
     /// The kernel's error.
@@ -353,9 +353,9 @@ fn busy(name: &str, user: Option<String>) -> Error {
         .hint("unmount it, or stop its user, first; two writers would destroy each other's data")
 }
 
-/// The open file that is flushed. It is a second one, which gets no durable writes, if the page
-/// cache may hold written data. If the file cannot be opened again, the same open file serves for
-/// both.
+/// The open file that is flushed. If the page cache may hold written data, this is a second open
+/// file, which gets no durable writes. If the file cannot be opened again, the same open file
+/// serves for both.
 fn open_for_flushes(
     file: &Arc<File>,
     access: OFlags,
@@ -372,8 +372,8 @@ fn open_for_flushes(
     opened.and_then(|opened| opened.ok()).map_or_else(|| Arc::clone(file), Arc::new)
 }
 
-/// Sets the flags for reads and writes. Not `O_NONBLOCK`: to io_uring that would mean "fail rather
-/// than wait".
+/// Sets the flags for reads and writes. `O_NONBLOCK` is cleared, because io_uring would fail
+/// requests rather than wait.
 fn set_file_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()> {
     // NOATIME, because an update of the access time is work at every read. Only the file's owner
     // may set it.
@@ -427,7 +427,7 @@ fn is_url(path: &Path) -> bool {
     })
 }
 
-/// The missing part of a path.
+/// The hint about a path that does not exist.
 fn missing(path: &Path) -> String {
     if is_url(path) {
         return "images are not opened by their URL: download it first, or serve it by NBD, as \

@@ -2,8 +2,8 @@
 //! it, and nothing else.
 //!
 //! The handler runs in the thread that touched the page, in the middle of a load, a store or a
-//! copy, so it takes no lock, allocates nothing, and touches no shared memory. When it returns, the
-//! processor repeats the access, which then finds a page of zeros. The first faults replace one
+//! copy. So it takes no lock, allocates no memory, and touches no shared memory. When it returns,
+//! the processor repeats the access, which then finds a page of zeros. The first faults replace one
 //! page each: the other pages may be intact, and the kernel may be about to read a guest's data
 //! from them. If many pages of a domain are lost, or a page cannot be replaced alone, the whole
 //! mapping is replaced: single replaced pages divide it, and the kernel limits a process's
@@ -12,12 +12,12 @@
 //!
 //! A report of broken memory that nothing has read (`BUS_MCEERR_AO`) is ignored: the kernel has
 //! removed the page, and a later access to it raises its own fault. The report is not passed to the
-//! earlier handler, because that handler would take it for a fault and restore the default action,
-//! which ends the process at the next fault in a guest's memory.
+//! earlier handler, because that handler would take the report for a fault and restore the default
+//! action. The next fault in a guest's memory would then end the process.
 //!
 //! A fault elsewhere, and a signal that was sent (`kill -BUS`), are passed to the handler of SIGBUS
-//! that was installed before (the standard library installs one to report stack overflows), or else
-//! to the default action.
+//! that was installed before, or else to the default action. The standard library installs such a
+//! handler to report stack overflows.
 
 use std::ffi::c_int;
 use std::io;
@@ -56,7 +56,8 @@ pub(super) fn install() -> io::Result<()> {
         let mut action = default_action();
         let handler: InfoHandler = on_fault;
         action.sa_sigaction = handler as usize;
-        // On the alternative stack, because the earlier handler may need it.
+        // The handler runs on the alternative stack, because the earlier handler may need that
+        // stack.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         set(&action).map_err(code)
     };
@@ -109,7 +110,8 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
 /// Makes the repeated access find zeros. Returns whether that succeeded.
 fn recover(fault: Fault) -> bool {
     let Some((pages, domain)) = MAPPINGS.find(fault.address()) else { return false };
-    // SAFETY: this thread touches the mapping, so it owns it, which owns the domain.
+    // SAFETY: this thread touches the mapping, so the thread keeps the mapping, and the mapping its
+    // domain.
     let domain = unsafe { &*domain };
     let is_first = !domain.has_failed();
     domain.fail(fault);

@@ -46,8 +46,8 @@ pub struct Confinement<'a> {
 /// privileges. The calling thread is restricted last.
 ///
 /// # Errors
-/// The kernel's error; `TimedOut` if a thread blocks the signal. Some threads may then be
-/// restricted already.
+/// The kernel's error; `TimedOut` if a thread blocks the signal, or does not handle it in 5
+/// seconds. Some threads may then be restricted already.
 pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _guard = ONE_AT_A_TIME.lock();
@@ -57,8 +57,8 @@ pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     FAILURE.store(0, Ordering::SeqCst);
     let signal = libc::SIGRTMAX() - 1;
     let before = install(signal, on_signal as *const () as usize)?;
-    // If this fails the handler stays installed: a signal that is still pending for a thread would
-    // end the process otherwise.
+    // If a thread cannot be restricted, the handler stays installed. Reason: without a handler, a
+    // signal that is still pending for a thread would end the process.
     restrict_others(signal)?;
     install(signal, before)?;
     match restrict_this_thread() {
@@ -69,7 +69,7 @@ pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
 
 /// Restricts all threads but the calling one.
 fn restrict_others(signal: c_int) -> io::Result<()> {
-    // SAFETY: neither uses any memory.
+    // SAFETY: neither call uses any memory.
     let (process, own) = unsafe { (libc::getpid(), libc::gettid()) };
     let mut restricted = HashSet::from([own]);
     loop {

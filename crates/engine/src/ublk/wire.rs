@@ -29,7 +29,7 @@ pub mod ublk_flag {
 pub mod ublk_state {
     /// Not started, or stopped.
     pub const DEAD: u16 = 0;
-    /// It takes requests.
+    /// The device takes requests.
     pub const LIVE: u16 = 1;
     /// The server has ended: requests wait for the next server.
     pub const QUIESCED: u16 = 2;
@@ -129,9 +129,9 @@ pub(super) fn queue_bytes(queue: u16, tag: u16, result: i32) -> [u8; 8] {
 /// A device (`struct ublksrv_ctrl_dev_info`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UblkInfo {
-    /// How many queues it has.
+    /// The number of queues.
     pub queues: u16,
-    /// How many requests each may have in flight.
+    /// The number of requests that each queue may have in flight.
     pub depth: u16,
     /// One of [`ublk_state`].
     pub state: u16,

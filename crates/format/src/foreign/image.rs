@@ -239,8 +239,8 @@ impl<S: Storage> Foreign<S> {
     /// Looks up the first bytes of `range`, which is not empty and lies inside the disk.
     ///
     /// # Errors
-    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of the fault, for
-    /// data also if any blocks of the disk share data; errors of the storage.
+    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of the fault, or
+    /// for an extent from a block if any two blocks share data; errors of the storage.
     pub(crate) async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if intent != Intent::Read {
             return Err(self.read_only());
@@ -255,8 +255,9 @@ impl<S: Storage> Foreign<S> {
         found.await.map_err(|error| error.on(self.storage.name()))
     }
 
-    /// Whether the content or the state of an extent comes from a block of the file, which the disk
-    /// may have twice. In a VHD image, the bitmap of a block states which sectors are zeros.
+    /// Whether the content or the state of an extent comes from a block of the file. Two entries
+    /// may refer to the same block. In a VHD image, the bitmap of a block states which sectors are
+    /// zeros.
     fn is_from_block(&self, state: ExtentState) -> bool {
         match state {
             ExtentState::Mapped { .. } | ExtentState::Compressed { .. } => true,
@@ -327,9 +328,9 @@ impl<S: Storage> Foreign<S> {
     }
 
     /// Refuses an image in which two blocks share data. Some programs write such tables, and no
-    /// entry by itself looks wrong. Runs when a lookup finds a block for the first time. Reason: it
-    /// reads all tables, and ranges without a block do not depend on it. If the survey itself fails
-    /// (too many blocks, or a read error), the image is used unchecked.
+    /// entry by itself looks wrong. The check runs when a lookup finds a block for the first time.
+    /// Reason: the check reads all tables, and ranges without a block do not depend on it. If the
+    /// survey itself fails (too many blocks, or a read error), the image is used unchecked.
     async fn check_apart(&self) -> Result<()> {
         let _guard = loop {
             if let Some(error) = self.shared.get() {

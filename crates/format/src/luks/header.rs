@@ -43,8 +43,8 @@ pub struct LuksHeader {
 }
 
 impl LuksHeader {
-    /// The most iterations of PBKDF2 that a slot has; `None` if a slot has another key derivation,
-    /// whose work is no number of iterations.
+    /// The highest number of PBKDF2 iterations of all slots; `None` if a slot is unsupported or has
+    /// another key derivation, or without slots.
     pub fn iterations(&self) -> Option<u32> {
         let iterations = self.slots.iter().map(|slot| match slot.key.as_ref().ok()?.kdf {
             LuksKdf::Pbkdf2 { iterations, .. } => Some(iterations),
@@ -217,7 +217,7 @@ impl LuksHash {
     }
 }
 
-/// A text of a header for use in a message: at most 40 characters, without control characters.
+/// A text of a header for use in a message: its first 40 characters, escaped to printable ASCII.
 pub(super) fn printable(text: &str) -> String {
     let text: String = text.chars().take(40).collect();
     text.escape_default().to_string()

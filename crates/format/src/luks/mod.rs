@@ -65,7 +65,7 @@ impl LuksHeader {
         header.map_err(|error| error.on(storage.name()))
     }
 
-    /// Checks that the areas of all key slots lie in the first `room` bytes.
+    /// Checks that the areas of all supported key slots lie in the first `room` bytes.
     fn check_areas(self, start: u64, room: u64) -> Result<Self> {
         for LuksSlot { number, key } in &self.slots {
             let Ok(key) = key else { continue };

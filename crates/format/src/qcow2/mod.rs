@@ -247,8 +247,9 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// The host offset that is allocated for the first bytes of `range`, or `None`; and the number
-    /// of bytes for which this holds (contiguously). The guest's bytes are not read from this host
-    /// offset: [`map`](Self::map) has just mapped `range` for reading as zeros, a hole or backing.
+    /// of bytes for which this holds (contiguously). The caller has just [mapped](Self::map)
+    /// `range` for reading as zeros, a hole or backing, so the guest's bytes are not read from this
+    /// host offset.
     ///
     /// # Errors
     /// As [`map`](Self::map).

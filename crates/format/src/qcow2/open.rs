@@ -4,7 +4,7 @@
 //!
 //! 1. The header, L1 table and refcount table are read.
 //! 2. A truncated file is detected.
-//! 3. For writing: the locations of the active tables are recorded.
+//! 3. For writing: the locations of the active tables are recorded, and the bitmaps are loaded.
 //! 4. For writing: a flush makes data of a dead process, which is in the host's page cache,
 //!    durable.
 //! 5. For writing: the refcounts of an image with the dirty bit are counted anew. Then the caller
@@ -200,8 +200,8 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::flush_all`](crate::Format::flush_all).
     pub async fn flush_all(&self, sync: SyncMode) -> Result<()> {
-        // This flush covers the data of writes in flight, but not late refcounts, which are written
-        // below.
+        // The first flush covers the data of writes in flight, but not late refcounts, which are
+        // written below.
         self.metadata.flush(sync).await?;
         let are_late = self.metadata.lock().tables.headers.disk().has_late_refcounts();
         if are_late { self.metadata.write_back_all().await } else { Ok(()) }

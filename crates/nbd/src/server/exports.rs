@@ -103,8 +103,9 @@ pub enum ClientEvent {
 /// called on event loops, so it must not block.
 pub type ClientObserver = Box<dyn Fn(&str, &str, ClientEvent) + Send + Sync>;
 
-/// The exports that one or several sockets offer, in the order of their addition. The first is also
-/// the default export, which clients request by the empty name. Clones share one set.
+/// The exports that one or several sockets offer, in the order of their addition. Clients request
+/// the default export by the empty name: the export of that name, or else the first. Clones share
+/// one set.
 pub struct Exports<S: Storage>(Arc<Set<S>>);
 
 struct Set<S: Storage> {
@@ -170,7 +171,8 @@ impl<S: Storage> Exports<S> {
         }))
     }
 
-    /// Offers them by TLS, before clients find them: by TLS alone, or also.
+    /// Sets the TLS of the sockets that offer these exports, required or optional. The caller does
+    /// this before clients find the exports.
     ///
     /// # Panics
     /// When it is called a second time.
@@ -178,7 +180,7 @@ impl<S: Storage> Exports<S> {
         assert!(self.0.tls.set(tls).is_ok(), "TLS is set once");
     }
 
-    /// TLS at their sockets.
+    /// The TLS of the sockets that offer these exports.
     pub(super) fn tls(&self) -> Option<&SocketTls> {
         self.0.tls.get()
     }
@@ -191,7 +193,8 @@ impl<S: Storage> Exports<S> {
     /// Offers a disk.
     ///
     /// # Errors
-    /// When there is an export of this name, or the protocol cannot carry its texts.
+    /// If there is an export of this name, or the protocol does not allow its name, description or
+    /// bitmaps.
     pub fn add(&self, export: Export<S>) -> Result<(), ExportError> {
         export.check()?;
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -214,7 +217,7 @@ impl<S: Storage> Exports<S> {
         self.take(name).map(|(export, _)| export)
     }
 
-    /// As [`remove`](Self::remove), with its number.
+    /// As [`remove`](Self::remove), with the export's number.
     pub(super) fn take(&self, name: &str) -> Option<(Export<S>, ExportId)> {
         let mut entries = self.0.entries.write();
         let index = entries.iter().position(|entry| entry.export.name == name)?;
@@ -235,10 +238,10 @@ impl<S: Storage> Exports<S> {
         self.0.entries.read().iter().any(|entry| entry.id == id)
     }
 
-    /// Limits the connections of each socket where they are offered to `max`, including those in
+    /// Limits the connections of each socket that offers these exports to `max`, including those in
     /// their handshakes. Further clients wait until one ends. The first call decides.
     pub fn limit_connections(&self, max: NonZeroUsize) {
-        // It is said once.
+        // A later call has no effect.
         let _ = self.0.max_connections.set(max);
     }
 
@@ -247,12 +250,12 @@ impl<S: Storage> Exports<S> {
         self.0.max_connections.get().copied()
     }
 
-    /// Makes all sockets stop accepting clients for them.
+    /// Makes all sockets that offer these exports stop accepting clients.
     pub(super) fn close(&self) {
         self.0.is_closed.store(true, Ordering::SeqCst);
     }
 
-    /// Whether no socket accepts clients for them.
+    /// Whether the sockets that offer these exports have stopped accepting clients.
     pub(super) fn is_closed(&self) -> bool {
         self.0.is_closed.load(Ordering::SeqCst)
     }
@@ -266,7 +269,7 @@ impl<S: Storage> Exports<S> {
     }
 }
 
-/// A client of an export, until it is dropped.
+/// A connected client of an export. The drop reports that the client has disconnected.
 pub struct ClientGuard<S: Storage> {
     exports: Exports<S>,
     name: String,

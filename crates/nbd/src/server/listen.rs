@@ -93,8 +93,8 @@ impl SocketFile {
         permit(self, permissions).map_err(|error| error.on(&self.path.display().to_string()))
     }
 
-    /// A file that another process has bound, and has open as `file` (`O_PATH`). From now on this
-    /// process removes it.
+    /// A file that another process has bound, open as `file` (`O_PATH`). From now on this process
+    /// removes the file.
     pub fn adopt(path: PathBuf, file: OwnedFd) -> Self {
         Self { path, file, is_kept: AtomicBool::new(false) }
     }
@@ -284,7 +284,8 @@ const RETRY_DELAY: Duration = Duration::from_millis(20);
 
 /// Whether a live server listens at the socket. The check waits up to [`RELEASE_TIMEOUT`], because
 /// the kernel needs some time to close the socket of a killed server. A running server sees one
-/// connection, which is closed as soon as the server has sent its first bytes.
+/// connection, which is closed when the server has sent its first bytes, or at the end of that
+/// time.
 fn is_listening(path: &Path) -> bool {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {

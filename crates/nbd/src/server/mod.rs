@@ -36,7 +36,7 @@ use registry::{Clients, ConnectionGuard, Origin, Registry};
 use crate::session::ByteLimit;
 use crate::tls::TlsServer;
 
-/// Bytes of memory for payloads that are kept for the next requests.
+/// Maximum bytes of free memory that the pool keeps for payloads of later requests.
 const POOL_BYTES: usize = 64 << 20;
 
 /// How long the server waits after the kernel could not accept a connection.
@@ -191,8 +191,8 @@ impl Server {
     }
 
     /// Stops offering an export, and ends the connections to it as [`drain`](Self::drain) does:
-    /// requests in flight complete. When it returns, no connection uses the export's disk. `None`
-    /// if no export has this name.
+    /// requests in flight complete. On return no connection uses the export's disk. `None` if no
+    /// export has this name.
     pub async fn remove<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Option<Export<S>> {
         let Shared { registry, limits, .. } = &*self.0;
         let (export, id) = exports.take(name)?;

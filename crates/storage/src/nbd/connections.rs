@@ -36,7 +36,7 @@ use crate::detached::DetachedSyncs;
 /// The most connections of one storage.
 const MAX_CONNECTIONS: usize = 16;
 
-/// A loop that was refused a connection of its own tries again after this time.
+/// A loop that did not get a connection of its own tries again after this time.
 const ASK_AGAIN: Duration = Duration::from_secs(60);
 
 /// The connections to one export.
@@ -76,7 +76,7 @@ impl Connections {
     /// Starts the first connection, over `stream`, on the current thread's loop.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub(super) fn new(dial: Arc<Dial>, stream: Link) -> Result<Self> {
         let has_flush = dial.export().flags.contains(TransmissionFlags::SEND_FLUSH);
         let unflushed = Arc::new(UnflushedWrites::new(dial.name(), has_flush));
@@ -205,9 +205,10 @@ impl Shared {
         Ok(connection)
     }
 
-    /// Gives the loop a connection of its own over `stream`. Closes `stream` instead if the maximum
-    /// number of connections has been reached meanwhile, or if a failed connection is waiting to
-    /// reconnect: a server that limits its clients might serve this stream in its place.
+    /// Gives the loop a connection of its own over `stream`. Closes `stream` instead if the storage
+    /// was closed or the maximum number of connections was reached meanwhile, or if a failed
+    /// connection waits to reconnect. Reason: a server that limits its clients may serve `stream`
+    /// instead of the failed connection.
     fn adopt(&self, stream: Link) -> Result<()> {
         let mut list = self.list.lock();
         let is_full = list.running().count() >= MAX_CONNECTIONS;

@@ -21,9 +21,9 @@
 //!   until the storage is opened again. With several connections only the failure of the oldest
 //!   connection has this effect, because all flushes are sent over it. Reason: a server that has
 //!   lost its volatile cache answers the next flush with success, and a client cannot detect the
-//!   loss. The client keeps no copies of answered writes to send them again: memory would limit
-//!   their number, and after a reconnect each read of each connection would have to wait until they
-//!   are sent.
+//!   loss. The client keeps no copies of answered writes to send them again. Memory would limit the
+//!   number of copies, and after a reconnect each read of each connection would have to wait for
+//!   them.
 
 mod answer_time;
 mod connect;
@@ -176,8 +176,8 @@ impl NbdStorage {
 
     /// The flags of the first bytes of a range, and the number of bytes that have these flags.
     async fn first_status(&self, range: ByteRange) -> Result<(StatusFlags, u64)> {
-        // The range is extended to whole blocks of the server; the last block may end with the
-        // export.
+        // The range is extended to whole blocks of the server; the end of the export may cut the
+        // last block short.
         let block = u64::from(self.export().minimum_block);
         let skipped = range.offset() % block;
         let (offset, size) = (range.offset() - skipped, self.export().size);

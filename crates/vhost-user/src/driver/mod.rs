@@ -1,7 +1,7 @@
 //! A front-end with a virtio driver, for tests and measurements.
 //!
-//! It implements the protocol and drives rings in shared memory as a guest does. The caller builds
-//! the requests, which may be invalid. Only compiled with the feature `driver`.
+//! The driver implements the protocol and drives rings in shared memory as a guest does. The caller
+//! builds the requests, which may be invalid. Only compiled with the feature `driver`.
 
 mod queue;
 
@@ -31,7 +31,7 @@ const USER: u64 = 0x7000_0000_0000;
 /// The options of a driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Queues.
+    /// The number of queues.
     pub queues: u16,
     /// Entries of each queue.
     pub entries: u16,

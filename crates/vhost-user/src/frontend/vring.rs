@@ -229,8 +229,8 @@ impl Vring {
         }
     }
 
-    /// Requests the end of the queue, if one runs: it pops no more requests.
-    /// [`wait_ended`](Self::wait_ended) and [`take_back_end`](Self::take_back_end) follow.
+    /// Requests the end of the queue, if one runs: it pops no more requests. The caller then calls
+    /// [`wait_ended`](Self::wait_ended), and resumes by [`take_back_end`](Self::take_back_end).
     pub fn begin_end(&self) {
         let _ = self.post(QueueCommand::Stop(StopMode::Graceful));
     }

@@ -7,8 +7,8 @@
 //!
 //! Descriptors that come with a request that takes none are never received, so the kernel closes
 //! them. Reason: if this process closed the descriptor of a FUSE file, it would wait for the file's
-//! daemon, which may not answer, and no signal interrupts that wait. Front-ends send a descriptor
-//! with `REM_MEM_REG`.
+//! daemon, which may not answer, and no signal interrupts that wait. For example, front-ends send a
+//! descriptor with `REM_MEM_REG`.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -26,7 +26,7 @@ use rustix::net::{
 
 use super::numbers::{HEADER_BYTES, VERSION, VERSION_MASK, takes_descriptors};
 
-/// Maximum bytes of a payload. The longest supported message, a table of 32 regions, needs a
+/// Maximum bytes of a payload. The longest supported message, a table of 32 regions, needs about a
 /// quarter of that.
 const MAX_PAYLOAD: usize = 4096;
 

@@ -12,8 +12,8 @@ use super::inflight::InflightQueue;
 use crate::block::Status;
 use crate::ring::{Broken, Chain, RingAddresses, SplitRing};
 
-/// The used ring's index is updated after this many requests at the latest, so that a running
-/// driver can process them in parallel.
+/// The used ring's index is updated after this many inline completions at the latest, so that a
+/// running driver can process them in parallel.
 const INDEX_INTERVAL: u16 = 4;
 
 /// If at most this many requests are available, the driver is notified after each quarter of them,
@@ -154,7 +154,7 @@ impl Virtqueue {
         self.resubmit.len() + usize::from(self.ring.cached_available())
     }
 
-    /// The number of available requests. If there are any, disables kicks of the driver.
+    /// The number of available requests. If there are any, disables the driver's kicks.
     pub fn available(&mut self) -> Result<usize, Broken> {
         let count = usize::from(self.ring.update_avail_idx()?) + self.resubmit.len();
         if count > 0 && self.ring.disable_notify() {

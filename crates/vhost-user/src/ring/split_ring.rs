@@ -67,7 +67,7 @@ impl SplitRing {
     /// of its next used entry is read from the guest's memory.
     ///
     /// # Errors
-    /// A size that is not allowed, or an address that is not in the memory.
+    /// A size that is not allowed, or an address that is misaligned or not in the memory.
     pub fn new(
         memory: &GuestMemory,
         addresses: RingAddresses,
@@ -198,8 +198,8 @@ impl SplitRing {
     /// Whether the driver needs a notification of the entries published since the last call.
     pub fn should_notify(&mut self) -> bool {
         // The driver writes `used_event` (or its flag), then reads the used index; the device
-        // writes the used index, then reads `used_event`. With a full fence on both sides,
-        // at least one of them sees the other's write.
+        // writes the used index, then reads `used_event`. With a full fence on both sides, at least
+        // one side sees the other's write.
         fence(Ordering::SeqCst);
         match self.event_index {
             EventIndex::Absent => self.available.load_u16(0, Relaxed) & AVAIL_F_NO_INTERRUPT == 0,
@@ -262,8 +262,8 @@ impl SplitRing {
     }
 }
 
-/// Whether the index after `event` lies between `old` and `new` (`vring_need_event` of virtio 1.2,
-/// section 2.7.7.2).
+/// Whether `event` lies in `old..new`, modulo 2^16 (`vring_need_event` of virtio 1.2, section
+/// 2.7.7.2).
 fn need_event(event: u16, old: u16, new: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
@@ -281,8 +281,8 @@ fn views(
         let view = memory.view(address, length).filter(|view| view.is_aligned(alignment));
         view.ok_or(Broken::Misplaced(name, address))
     };
-    // Each ring ends with the other end's event index, negotiated or not. The alignments are those
-    // of virtio 1.2, section 2.7.
+    // The available ring ends with `used_event`, the used ring with `avail_event`, negotiated or
+    // not. The alignments are those of virtio 1.2, section 2.7.
     Ok((
         part("descriptor table", addresses.descriptors, DESCRIPTOR_BYTES * size, 16)?,
         part("available ring", addresses.available, 6 + 2 * size, 2)?,

@@ -57,20 +57,20 @@ pub enum Task {
     GuestFirst {
         /// The disk's serial number
         disk: String,
-        /// That of a disk whose server is killed and upgraded
+        /// The serial number of a disk whose server is killed or upgraded
         killed: String,
-        /// How often, in all
+        /// The number of kills and upgrades, in all
         changes: u64,
-        /// The file system to make on it
+        /// The file system to make on both
         file_system: FileSystem,
     },
-    /// Look again after a reboot
+    /// Check the file systems of guest-first after a reboot
     GuestAgain {
         /// The disk's serial number
         disk: String,
-        /// That of the disk whose server was killed
+        /// The serial number of the disk whose server was killed
         killed: String,
-        /// That of a copy made while the file system was frozen
+        /// The serial number of a copy made while the file system was frozen
         frozen: String,
         /// The file system on them
         file_system: FileSystem,
@@ -81,7 +81,7 @@ pub enum Task {
         disk: String,
         /// The size in bytes
         from: u64,
-        /// The size in bytes that it will have
+        /// The size in bytes after the growth
         to: u64,
     },
     /// Use an image by the kernel's NBD client
@@ -111,13 +111,13 @@ pub enum Task {
     UblkNvme,
     /// Attach an image where the kernel has no ublk driver
     AttachNbd,
-    /// Do to ublk devices what users should not
+    /// Misuse ublk devices as a hostile user could
     UblkHostile,
     /// Count the interrupts of disks whose completions a server polls for
     IoPoll {
         /// The serial number of an NVMe disk
         nvme: String,
-        /// That of a virtio disk
+        /// The serial number of a virtio disk
         virtio: String,
     },
     /// Fill a thin pool through a server's page cache
@@ -127,9 +127,9 @@ pub enum Task {
     },
     /// Become a Debian system, which runs `services`
     Debian {
-        /// The disk that has its files as an archive
+        /// The disk that has the system's files as an archive
         archive: String,
-        /// The disk for them
+        /// The disk for these files
         disk: String,
         /// The disk that has our package
         package: String,

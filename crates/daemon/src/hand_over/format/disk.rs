@@ -24,7 +24,7 @@ pub struct Disk {
     pub opened: Opened,
     /// The image that has replaced the one that was opened, if any.
     pub moved: Option<MovedTo>,
-    /// Whether it was made read-only.
+    /// Whether it was made read-only after it was opened.
     pub is_protected: bool,
     /// The limits.
     pub limits: Option<Limits>,
@@ -112,8 +112,8 @@ pub struct Opened {
     /// Whether bitmaps that the image does not have are looked up in its backing files.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub bitmaps_behind: bool,
-    /// The bytes of the path of the file with its bitmaps, and whether this server is the image's
-    /// only writer.
+    /// The bytes of the path of its side file for bitmaps, and whether these bitmaps are trusted
+    /// (`trust-bitmaps`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmaps_in: Option<(Vec<u8>, bool)>,
     /// The limits that it was opened with.

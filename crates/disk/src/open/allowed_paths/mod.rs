@@ -29,8 +29,8 @@ use beneath::{Symlinks, find_anywhere, find_beneath};
 pub(super) use data_files::Namer;
 pub use data_files::note_data_file;
 
-/// The files that images may name in addition to regular files below their own folders. Clones
-/// share the data.
+/// The files that images may name in addition to regular files below their own folders, or instead
+/// of these ([`only`](Self::only)). Clones share the data.
 #[derive(Clone, Debug, Default)]
 pub struct AllowedPaths {
     roots: Arc<[Root]>,
@@ -102,7 +102,8 @@ enum Place {
 /// The reason why a file that an image names is not found.
 #[derive(Debug)]
 pub(super) enum FindError {
-    /// The image may not name the file. The error names the image and the option that allows it.
+    /// The image may not name the file. The error names the image and the option that allows the
+    /// file.
     Refused(Error),
     /// An error of the host, which names the file's path.
     Host(Error),

@@ -22,8 +22,8 @@ use crate::event_loop::local;
 pub struct GuestRegion {
     /// The guest's address of the first byte.
     pub guest: u64,
-    /// The front-end's virtual address of the first byte. The front-end gives ring addresses in
-    /// these terms.
+    /// The front-end's virtual address of the first byte. The front-end gives ring addresses as
+    /// such virtual addresses.
     pub user_addr: u64,
     /// The memory.
     pub memory: Arc<SharedMemory>,
@@ -197,8 +197,8 @@ impl GuestMemory {
         }
         let lost = self.regions.first()?.memory.domain().mark();
         // SAFETY: the owner keeps the mappings of all segments, and the fault domain that all
-        // regions share. Nothing of ours makes a reference to these bytes, and all accesses of ours
-        // are atomic or copies by `core/shared_copy`.
+        // regions share. This process makes no reference to these bytes; all its accesses are
+        // atomic or copies by `core/shared_copy`.
         Some(unsafe { IoVector::from_shared(owner, segments, lost) })
     }
 

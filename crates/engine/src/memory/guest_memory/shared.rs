@@ -1,9 +1,9 @@
 //! A mapping of memory that other processes write to at any time.
 //!
-//! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs
-//! of bytes are copied as `core/shared_copy` does. So, whatever other processes do at the same
-//! time, a loaded value is one that some process stored, and no behaviour is undefined. Every
-//! access is checked against the length of the mapping.
+//! This process makes no reference to its bytes: single values are loaded and stored as atomics,
+//! and runs of bytes are copied as `core/shared_copy` does. So a loaded value is one that some
+//! process stored, and no behaviour is undefined, even if other processes write at the same time.
+//! Every access is checked against the length of the mapping.
 //!
 //! Other processes may also truncate the memory: values are zeros from then on, and the memory's
 //! [`FaultDomain`] has failed (`mapping`). They cannot make an access block, because only files
@@ -30,10 +30,10 @@ use crate::mapping::{FaultDomain, Mapping};
 /// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Memory shared with other processes. It is unmapped once it is dropped and every io_uring has
-/// emptied its buffer slots for it.
+/// Memory shared with other processes. The memory is unmapped when this value is dropped and every
+/// io_uring has emptied its buffer slots for the memory.
 pub struct SharedMemory {
-    /// The first requested byte.
+    /// The address of the first requested byte.
     address: NonNull<u8>,
     length: usize,
     kind: MemoryKind,
@@ -56,10 +56,10 @@ impl MemoryKind {
         self.page != rustix::param::page_size()
     }
 
-    /// Inspects a file. Only an in-memory file system is queried, because a FUSE daemon may never
-    /// answer even `fstatfs(2)`. The kernel supports seals only for files of tmpfs and hugetlbfs
-    /// (`memfd_file_seals_ptr` in its `mm/memfd.c`), so a query of the seals identifies these
-    /// files.
+    /// Inspects a file. `fstatfs(2)` is called only on an in-memory file system, because a FUSE
+    /// daemon may never answer even this call. A query of the seals identifies these files, because
+    /// the kernel supports seals only for tmpfs and hugetlbfs (`memfd_file_seals_ptr` in its
+    /// `mm/memfd.c`).
     fn of(file: impl AsFd) -> io::Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| {
             let what = "its pages may have to be waited for; use a memfd (QEMU: -object \
@@ -79,8 +79,8 @@ impl MemoryKind {
 
 // SAFETY: the object owns its mapping, which is not tied to a thread.
 unsafe impl Send for SharedMemory {}
-// SAFETY: all accesses by reference are atomic, or copies by address of memory that nothing has a
-// reference to and that its users expect to change at any time.
+// SAFETY: all accesses through `&self` are atomic, or copies by address. No reference to the memory
+// exists, and its users expect changes at any time.
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
@@ -88,9 +88,9 @@ impl SharedMemory {
     /// reach up to the end of the file's last page. If its pages vanish later, `domain` fails.
     ///
     /// # Errors
-    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` if the file ends
-    /// before the range, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of
-    /// `domain`, or the kernel's error.
+    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` if the range is empty
+    /// or reaches past the file's last page, `QuotaExceeded` beyond 16,384 mappings in this process
+    /// or 2048 of `domain`, or the kernel's error.
     pub fn map(
         file: impl AsFd,
         offset: u64,
@@ -170,7 +170,7 @@ impl SharedMemory {
         unsafe { self.address.add(offset) }
     }
 
-    /// As `at`, for a naturally aligned value: a misaligned one panics.
+    /// As `at`, for a naturally aligned value; also panics if the address is misaligned.
     fn aligned(&self, offset: usize, length: usize) -> NonNull<u8> {
         let address = self.at(offset, length);
         assert!(address.addr().get().is_multiple_of(length), "a misaligned value at {offset}");
@@ -189,7 +189,7 @@ impl SharedMemory {
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let source = self.at(offset, into.len()).as_ptr();
         // SAFETY: inside of the mapping, just checked; this process accesses it only by atomics or
-        // such copies. The target is borrowed, so it is elsewhere.
+        // such copies. The target is borrowed mutably, so the two do not overlap.
         unsafe { copy_from_shared(source, into.as_mut_ptr(), into.len()) };
     }
 
@@ -343,7 +343,7 @@ impl StateMemory for VolatileSlice {
         self.store_u64(index * size_of::<u64>(), value);
     }
 
-    /// All of it is allocated, if the file of the memory has no holes.
+    /// The memory is allocated as a whole, if its file has no holes.
     fn reserve(&self, _words: usize) -> bool {
         true
     }

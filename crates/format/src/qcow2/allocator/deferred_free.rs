@@ -120,8 +120,8 @@ impl DeferredFrees {
         self.freeable.push_back(free);
     }
 
-    /// Frees clusters that no table ever referred to, after the table writes that are now in flight
-    /// have completed, because these writes may change the clusters.
+    /// Frees clusters that no table ever referred to, but only after the table writes in flight
+    /// have completed. Reason: these writes may change the clusters.
     pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
         let free = DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) };
         self.waiting += free.gain();
@@ -130,7 +130,7 @@ impl DeferredFrees {
 
     /// Takes the clusters abandoned up to now. The caller calls
     /// [`defer_unlinked`](Self::defer_unlinked) after the writes in flight have completed, or
-    /// [`abandon`](Self::abandon) before that.
+    /// [`abandon`](Self::abandon) if its future fails or is dropped before that.
     pub(crate) fn take_abandoned(&mut self) -> Vec<Range<u64>> {
         let abandoned = std::mem::take(&mut self.abandoned);
         abandoned.iter().for_each(|free| self.waiting -= free.gain());
@@ -171,7 +171,7 @@ impl DeferredFrees {
         self.pending.extend(later);
     }
 
-    /// Whether any clusters wait to be freed.
+    /// Whether any clusters wait to be freed, except clusters in a writeback.
     pub(crate) fn has_any(&self) -> bool {
         self.has_pending() || !self.freeable.is_empty()
     }

@@ -13,8 +13,8 @@
 //!  +------------------- reads that may have looked it up have ended, refcount 0 -----------+
 //! ```
 //!
-//! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; a cursor
-//!    that scans once the space that the file had when the image was opened; clusters that were
+//! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; the space
+//!    that the file had when the image was opened, which a cursor scans once; clusters that were
 //!    prepared for durable writes (`prepared`); the end of the file. So no allocation examines more
 //!    than a few refcount slices.
 //! 2. Metadata at the end of the file ([`Allocator::allocate_at_end`]) and L2 tables get clusters
@@ -62,7 +62,7 @@ use reserve::Reserve;
 use rows::RowSearch;
 
 /// Maximum number of refcount slices that one allocation examines before it uses the end of the
-/// file.
+/// file, unless extending the storage failed.
 const SLICES_PER_ALLOCATION: u32 = 4;
 
 /// The result of an allocation for data.
@@ -213,7 +213,7 @@ impl Allocator {
     }
 
     /// Moves the cursor from `cluster`, which no refcount block covers, to the first cluster of the
-    /// next block. All steps together read the refcount table once.
+    /// next block. All calls together read the refcount table once.
     fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
         let geometry = tables.geometry();
         let index = geometry.refcount_index(cluster).table_index;
@@ -291,9 +291,9 @@ impl Allocator {
         tables.refcounts().set(cluster, value)
     }
 
-    /// Counts a reference of a dead process to a cluster; the reference may be counted already. If
-    /// the cluster is `shared` with other references, its refcount is incremented again, up to the
-    /// maximum refcount, because the dead process had counted each reference.
+    /// Counts a reference of a dead process to a cluster, if the refcount is 0. If other references
+    /// may share the cluster (`shared`), its refcount is incremented in any case, up to the maximum
+    /// refcount. Reason: the dead process had counted each reference.
     pub(crate) fn count_reference(
         &mut self,
         tables: &mut Tables,

@@ -5,15 +5,15 @@
 //! - The flag `in-use` of each enabled bitmap marks the bitmap as not saved, so other programs do
 //!   not use the bitmap.
 //! - The autoclear bit [`LIVE_BITMAPS`] tells this program that bitmaps which are enabled and in
-//!   use contain all changes. Other programs clear bits that they do not know before they change
-//!   the disk.
+//!   use contain all changes. Other programs clear unknown autoclear bits before they change the
+//!   disk.
 //!
 //! Steps that begin a session, each durable before the next: bitmaps that lack changes are
-//! disabled, because they must not be mistaken for bitmaps of the session; the autoclear bit is
-//! set; the flags are set; the change is recorded in the bitmaps; the change is made. Steps that
-//! end a session, each durable before the next: the bitmaps' bits are written; the flags are
-//! cleared; the autoclear bit is cleared. After a crash between any two steps, every program that
-//! uses the bitmaps finds all changes in them.
+//! disabled; the autoclear bit is set; the flags are set; the change is recorded in the bitmaps;
+//! the change is made. Reason for the first step: these bitmaps must not be mistaken for bitmaps of
+//! the session. Steps that end a session, each durable before the next: the bitmaps' bits are
+//! written; the flags are cleared; the autoclear bit is cleared. After a crash between any two
+//! steps, every program that uses the bitmaps finds all changes in them.
 //!
 //! If there is no space for a bitmap's bits, the bitmap becomes coarser (`coarser`). If a change
 //! cannot be recorded even then, because the storage is full or fails, the bitmap is lost. Before
@@ -65,7 +65,7 @@ const MAX_IN_FLIGHT: usize = 16;
 /// See the module's documentation.
 pub(crate) struct LiveBitmaps {
     set: RwLock<Arc<BitmapSet>>,
-    /// Whether any bitmap is enabled, or may be enabled because the bitmaps are not loaded yet.
+    /// Whether any bitmap is enabled, or may be enabled because the loaded bitmaps were forgotten.
     has_live: AtomicBool,
     /// Whether the bitmaps have to be read before the next change.
     is_forgotten: AtomicBool,
@@ -75,8 +75,8 @@ pub(crate) struct LiveBitmaps {
     is_marked: AtomicBool,
     /// Held to begin or end the session, to drop or coarsen a bitmap, and to write a voucher.
     begin_lock: Semaphore,
-    /// Whether a write of flags has failed or was dropped. If so, flags that are read from the disk
-    /// may not be durable.
+    /// Whether a write of flags is in flight, or has failed or was dropped. If so, flags that are
+    /// read from the disk may not be durable.
     is_flags_write_unknown: AtomicBool,
     /// Function that makes the vouchers of a side file.
     vouch: OnceLock<fn() -> Option<Voucher>>,
@@ -325,7 +325,8 @@ impl LiveBitmaps {
     }
 
     /// Reads the bitmaps of an image that is open for writing, outside of a session. Changes
-    /// nothing on disk. Bitmaps whose directory is damaged are lost with the first change.
+    /// nothing on disk. If the directory or an enabled bitmap is damaged, all bitmaps are lost with
+    /// the first change.
     ///
     /// # Errors
     /// Errors of the storage; an earlier failure to write metadata.
@@ -338,8 +339,7 @@ impl LiveBitmaps {
             Err(error) if error.kind() == ErrorKind::Corrupt => BitmapSet::default(),
             set => set?,
         };
-        // The bit is durable, because the tables of an image that was opened for writing are
-        // durable.
+        // The bit is durable before the first change, because opening for writing flushes the file.
         self.is_marked.store(header.autoclear & LIVE_BITMAPS != 0, Ordering::Release);
         let kept = if set.location.is_some() { BITMAPS_CONSISTENT | LIVE_BITMAPS } else { 0 };
         let has_live = set.count_live() > 0;
@@ -377,8 +377,9 @@ impl LiveBitmaps {
         self.is_forgotten.load(Ordering::Acquire) || self.set().location.is_some()
     }
 
-    /// Maximum number of unchanged bytes that an enabled bitmap may report as changed, because a
-    /// process died while it recorded changes; 0 if the header has no mark of a session.
+    /// Maximum number of unchanged bytes that an enabled bitmap may report as changed; 0 if the
+    /// header has no mark of a session. Reason for such bytes: a process died while it recorded
+    /// changes.
     pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
         if metadata.lock().tables.headers.disk().autoclear & LIVE_BITMAPS == 0 {
             return 0;
@@ -387,8 +388,8 @@ impl LiveBitmaps {
         set.live.iter().map(|bitmap| bitmap.max_excess()).max().unwrap_or(0).min(metadata.size())
     }
 
-    /// As [`record`](Self::record), if nothing has to be written because the change is already
-    /// recorded on disk; else `None`.
+    /// As [`record`](Self::record), but without I/O. `None` if a bitmap must be read or written, or
+    /// if the session has not begun.
     pub(crate) fn try_record(&self, range: ByteRange) -> Option<ByteRange> {
         if !self.has_live.load(Ordering::Acquire) {
             return Some(range);
@@ -641,8 +642,8 @@ impl LiveBitmaps {
     /// Errors of the storage. The bitmaps then remain marked, and contain all changes.
     pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let header = metadata.lock().tables.headers.disk().clone();
-        // A resize leaves the image in a session. If the bitmaps could not be read after the
-        // resize, they are read now.
+        // A resize of a side file leaves the mark of a session in the header. If the bitmaps could
+        // not be read after the resize, they are read now.
         if self.is_forgotten.load(Ordering::Acquire) && header.autoclear & LIVE_BITMAPS != 0 {
             self.load(metadata).await?;
         }

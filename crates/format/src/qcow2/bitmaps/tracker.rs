@@ -4,9 +4,9 @@
 //! The steps of a change:
 //!
 //! 1. The bits of the change are set in memory. Bits are grouped in *extents* of equal length. If a
-//!    bit of the change was not set and its extent is not active, the extent becomes active: the
-//!    page of bits is written durably, with all bits of active extents set, before the change is
-//!    made. After any crash the bitmap on disk therefore contains the change.
+//!    bit of the change was not set and its extent is not active, the extent becomes active. Before
+//!    the change is made, the page of bits is written durably, with all bits of active extents set.
+//!    After any crash the bitmap on disk therefore contains the change.
 //! 2. Further changes in an active extent, and changes of blocks whose bits are already set on
 //!    disk, need no I/O.
 //! 3. If many extents are active, extents without recent changes become inactive: their pages are
@@ -92,8 +92,7 @@ struct State {
     pages: NumberMap<Page>,
     /// Active extents, in the order in which they became active.
     active: VecDeque<u64>,
-    /// The number of extents that have become inactive while excess bits may still be set in them
-    /// on disk.
+    /// The number of inactive extents in which excess bits may still be set on disk.
     going_to_rest: usize,
     /// Whether a write of the table is in flight, or its outcome is unknown because the write
     /// failed, or was dropped and may still be in flight.

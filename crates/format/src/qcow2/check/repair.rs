@@ -10,9 +10,9 @@
 //! 4. the invalid parts of entries that violate the format or point past the end of the file are
 //!    removed;
 //! 5. references are counted, and the COPIED flag is cleared in entries whose refcount is not one;
-//! 6. refcounts are set to the counted references: in place, or if the refcount table is broken, in
-//!    a new table to which one write of the header switches. So no refcount is lowered before the
-//!    reference is removed on disk;
+//! 6. refcounts are set to the counted references: in place, or in a new table if the old table is
+//!    broken or lacks blocks. One write of the header switches to the new table. So no refcount is
+//!    lowered before the reference is removed on disk;
 //! 7. entries whose refcount is one get the COPIED flag. An entry without the flag is harmless: its
 //!    cluster is copied once more than necessary. In a repair of leaks only, a missing flag is the
 //!    only intermediate state that a check reports as an error;
@@ -26,7 +26,7 @@
 //! If two guest clusters share a host cluster, both entries still refer to it, and its refcount
 //! becomes 2, so that the cluster is copied when one of them is written. (After the copy, the other
 //! entry lacks the COPIED flag; the next repair sets it.) If some references are unknown (a damaged
-//! bitmap directory), no refcount is lowered.
+//! bitmap directory), no refcount is lowered, and no COPIED flag is set.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
 
@@ -93,8 +93,9 @@ impl RepairReport {
 /// again. Takes as much memory as a check without repair.
 ///
 /// # Errors
-/// `Corrupt` or `Unsupported` for an invalid header, or an L1 table that is not in the file, which
-/// cannot be repaired; `NoSpace`; or errors of the storage. A repair that failed can be repeated.
+/// `Corrupt` or `Unsupported` for an invalid header, `Corrupt` for an L1 table past the end of the
+/// file (neither can be repaired); `NoSpace`; or errors of the storage. A repair that failed can be
+/// repeated.
 pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairReport> {
     repair_with(storage, what, &ToolProgress::default()).await
 }
@@ -138,16 +139,16 @@ pub async fn repair_with<S: Storage>(
     let known = if has_bitmaps { KNOWN_WHERE_DATA_STAYS } else { header::RAW_DATA_FILE };
     let unknown = image.header.autoclear & !(known | SESSION_BITS) != 0;
     if image.header.incompatible != is || (unknown && what == Repair::All) {
-        // This write also clears the session bit of a killed server, so that its redo log can no
-        // longer be replayed on the image.
+        // The header write also clears the session bit of a killed server, so that the server's
+        // redo log can no longer be replayed on the image.
         image.header.autoclear &= known;
         store_header(storage, &image.header).await?;
     }
     Ok(RepairReport { found, left, snapshots: image.snapshots })
 }
 
-/// Refuses to repair an image whose L1 table is past the end of the file: nothing says where the
-/// data is, and new tables would take the place of those that are missing.
+/// Refuses to repair an image whose L1 table is past the end of the file: the location of the data
+/// is unknown, and a repair would place new tables at the offsets of the missing ones.
 fn check_l1_table<S: Storage>(storage: &S, header: &Header) -> Result<()> {
     let l1 = L1Location::active(header);
     if l1.entries == 0 || l1.is_in(storage, header.geometry) {
@@ -182,7 +183,8 @@ struct Counted {
 }
 
 impl Counted {
-    /// The end of the last cluster in use.
+    /// The end of the last cluster in use; if references are unknown, of the last cluster that can
+    /// be counted.
     fn end(&self) -> u64 {
         if self.is_complete { self.wanted.end() } else { self.wanted.clusters() }
     }

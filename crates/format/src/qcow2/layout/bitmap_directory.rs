@@ -26,8 +26,8 @@ use super::{names, table_io};
 /// Autoclear feature bit: the bitmaps are consistent with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;
 /// An autoclear bit that the format reserves: bitmaps that are in use and enabled contain all
-/// changes, because their writer records each change before making it. Other programs clear bits
-/// that they do not know before they change the disk.
+/// changes, because their writer records each change before making it. Other programs clear unknown
+/// autoclear bits before they change the disk.
 pub(crate) const LIVE_BITMAPS: u64 = 1 << 63;
 
 /// Bytes of the header extension.
@@ -193,8 +193,8 @@ impl BitmapEntry {
         size.div_ceil(1 << self.granularity_bits)
     }
 
-    /// How many clusters of bits, and so how many entries of the table, a disk of `size` bytes
-    /// needs.
+    /// The number of clusters of bits that a disk of `size` bytes needs, which is also the number
+    /// of the table's entries.
     pub(crate) fn clusters_for(&self, size: u64, geometry: Geometry) -> u64 {
         geometry.clusters_for(self.bits_for(size).div_ceil(8))
     }

@@ -1,8 +1,8 @@
 //! The header of an image: its fields, their checks, and changes of them.
 //!
 //! Every field is checked before anything is computed from it. Unknown fields are kept: a change of
-//! the header replaces only the changed fields in the bytes that were read. All fields that can
-//! change are in the first 512 bytes, so that a change is atomic.
+//! the header replaces only the fields that can change, in the bytes that were read. All fields
+//! that can change are in the first 512 bytes, so that a change is atomic.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -303,9 +303,9 @@ impl Header {
         }
     }
 
-    /// Removes the names of feature bits if the extensions do not fit into the first sector with
-    /// them. Only messages use the names. `sector` is the first sector as on disk. Returns whether
-    /// the extensions fit now.
+    /// Removes the names of feature bits if the extensions otherwise do not fit into the first
+    /// sector. Only messages use the names. `sector` is the first sector as on disk. Returns
+    /// whether the extensions fit now.
     pub(crate) fn fit_extensions(&mut self, sector: &[u8]) -> bool {
         let room = Self::extensions_end(sector).saturating_sub(self.length);
         let fits = |list: &[Extension]| extensions::to_bytes(list).len() <= room;

@@ -6,7 +6,7 @@
 //! 2. Clean. A newly read slice replaces a clean slice that was not used since the clock hand
 //!    passed.
 //! 3. Dirty: entries differ from the disk. The slice is not replaced. Steps that would make more
-//!    slices dirty wait for a writeback when half of the capacity is dirty.
+//!    slices dirty wait for a writeback when more than half of the capacity is dirty.
 //! 4. Under writeback: a copy is being written; entries that change meanwhile are dirty again.
 //! 5. Clean again when the writeback is durable; dirty again if it failed.
 
@@ -83,8 +83,7 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// Whether the `index`-th entry, or in a large slice one of its neighbours, may differ from the
-    /// disk.
+    /// Whether the `index`-th entry, or another entry of its group, may differ from the disk.
     pub(crate) fn is_dirty(&self, index: usize) -> bool {
         let group = self.group_of(index);
         self.dirty.contains(group) || self.writeback.contains(group)
@@ -286,7 +285,7 @@ impl SliceCache {
         }
     }
 
-    /// Caches a slice, in place of a clean slice if possible.
+    /// Caches a slice. If the cache is full, the slice replaces a clean slice if possible.
     pub(crate) fn insert(&mut self, id: SliceId, bytes: Box<[u8]>) -> usize {
         let slice = Slice {
             kind: id.kind,

@@ -76,7 +76,8 @@ pub enum BitmapChange {
 }
 
 /// The persistent bitmaps of an image. A change of bitmaps is durable when its method returns, and
-/// happens as a whole or not at all. Meanwhile, no change of the guest's data may be in flight.
+/// happens as a whole or not at all. No change of the guest's data may be in flight during the
+/// method.
 pub struct Bitmaps<'a, S: Storage> {
     pub(super) image: &'a Qcow2<S>,
 }
@@ -123,8 +124,8 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// the extents include all changes up to now.
     ///
     /// # Errors
-    /// `InvalidInput` if no bitmap has this name, or if the bitmap is inconsistent; `Corrupt`;
-    /// storage errors.
+    /// `InvalidInput` if no bitmap has this name; `LacksChanges` if the bitmap is inconsistent;
+    /// `Corrupt`; storage errors.
     pub async fn extents(
         &self,
         name: &str,
@@ -148,8 +149,9 @@ impl<S: Storage> Bitmaps<'_, S> {
         self.image.bitmaps.observe_losses(observer);
     }
 
-    /// Makes each session begin with a voucher from `vouch`. For a side file whose raw image no
-    /// other process uses. This process must [renew](Self::renew_voucher) the voucher in time.
+    /// Makes each session begin with a voucher from `vouch`. The method is only for a side file
+    /// whose raw image no other process uses. This process must [renew](Self::renew_voucher) the
+    /// voucher in time.
     pub fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
         self.image.bitmaps.vouch_by(vouch);
     }
@@ -163,8 +165,8 @@ impl<S: Storage> Bitmaps<'_, S> {
     }
 
     /// For an image that is open for writing: the maximum number of unchanged bytes that each
-    /// enabled bitmap may report as changed, because a process that recorded changes in the bitmap
-    /// was killed; 0 if no such process was killed.
+    /// enabled bitmap may report as changed; 0 if the header has no mark of a session. Reason for
+    /// such bytes: a process that recorded changes in the bitmap was killed.
     pub fn excess(&self) -> u64 {
         self.image.bitmaps.excess(&self.image.metadata)
     }
@@ -185,12 +187,13 @@ impl<S: Storage> Bitmaps<'_, S> {
         Ok(())
     }
 
-    /// Adds a bitmap without any change in it.
+    /// Adds a bitmap with all bits clear.
     ///
     /// # Errors
     /// `InvalidInput` for a name that exists, is empty or too long, a granularity that is
-    /// unsupported or makes the bitmap too large, or a full header; `Unsupported` for version 2;
-    /// `NoSpace`; storage errors. On error nothing has changed.
+    /// unsupported or makes the bitmap too large, too many bitmaps, or a full header; `Unsupported`
+    /// for version 2; `NoSpace`; storage errors. On error nothing has changed, unless the write of
+    /// the header failed.
     pub async fn add(&self, new: &NewBitmap) -> Result<()> {
         let change = async |entries: &mut Vec<BitmapEntry>,
                             transaction: &mut MetadataTransaction<'_, S>| {
@@ -202,8 +205,8 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// Changes the bitmap of this name.
     ///
     /// # Errors
-    /// `InvalidInput` if no bitmap has this name, or if the bitmap is inconsistent and `action`
-    /// does not remove it; or as [`add`](Self::add).
+    /// `InvalidInput` if no bitmap has this name; `LacksChanges` if the bitmap is inconsistent and
+    /// `action` does not remove it; or as [`add`](Self::add).
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         let change = async |entries: &mut Vec<BitmapEntry>,
@@ -223,9 +226,9 @@ impl<S: Storage> Bitmaps<'_, S> {
         }
     }
 
-    /// Makes changes of bitmaps, all of them or none. `prepared` is awaited when all new tables are
-    /// written, before one write makes the changes effective. If `prepared` fails, no change is
-    /// made.
+    /// Makes changes of bitmaps, all of them or none. `prepared` is awaited when all changes are
+    /// prepared, before the remaining tables are written and one write makes the changes effective.
+    /// If `prepared` fails, no change is made.
     ///
     /// # Errors
     /// As [`add`](Self::add) and [`change`](Self::change), or the error of `prepared`.
@@ -394,8 +397,8 @@ async fn run_prepared<S: Storage>(
     outcome
 }
 
-/// Prepares for a transaction that changes the directory: ends the session, because the session's
-/// marks belong to bitmaps that remain, and makes space in the first sector.
+/// Prepares for a transaction that changes the directory: ends the session, because its marks
+/// belong to the bitmaps of the old directory, and makes space in the first sector.
 pub(super) async fn prepare_directory<S: Storage>(
     metadata: &Metadata<S>,
     live: &LiveBitmaps,
@@ -548,10 +551,10 @@ pub(super) async fn place_table<S: Storage>(
     Ok(())
 }
 
-/// Changes the size of the disk, and with it the tables of all bitmaps: a table has exactly as many
-/// entries as the disk needs. If the disk grows, enabled bitmaps mark the new part as changed: the
-/// part may have had other content before a shrink. If the disk shrinks, nothing past its new end
-/// may be in use.
+/// Changes the size of the disk, and with it the tables of all consistent bitmaps: a table has
+/// exactly as many entries as the disk needs. If the disk grows, enabled bitmaps mark the new part
+/// as changed: the part may have had other content before a shrink. If the disk shrinks, no cluster
+/// past its new end may be in use.
 pub(super) async fn resize_with_bitmaps<S: Storage>(image: &Qcow2<S>, size: u64) -> Result<()> {
     let Qcow2 { metadata, bitmaps: live, .. } = image;
     let storage = metadata.storage();
@@ -594,7 +597,7 @@ async fn resize_table<S: Storage>(
     let (old_bits, bits) = (old_size >> entry.granularity_bits, entry.bits_for(size));
     let in_cluster = reader.cluster_bits();
     let is_recorded = entry.flags.contains(BitmapFlags::AUTO);
-    // The cluster with the end of the bits that both sizes have.
+    // The cluster of bits in which the bits of the smaller size end.
     let border = old_bits.min(bits) / in_cluster;
     let mut table = reader.table().to_vec();
     for gone in table.iter().skip(entry.clusters_for(size, geometry) as usize) {

@@ -243,7 +243,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
 
     /// Sets the length to which the data file is extended. In a side file, also sets the second
     /// size that the data file may have beside the disk's size: `larger`, the larger of the old and
-    /// new size. The side file's bitmaps are marked as in use by a session, so that changes are
+    /// new size. The side file's header also gets the mark of a session, so that changes are
     /// attributed to this process even if it is killed.
     pub(super) fn set_data_size(&mut self, size: u64, larger: u64, voucher: Option<Voucher>) {
         self.data_length = size;
@@ -417,7 +417,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Reference { offset, copied }
     }
 
-    /// Stores bytes in free clusters; returns their offset.
+    /// Allocates free clusters for bytes, and returns their offset. The bytes are written later, in
+    /// a batch.
     pub(super) async fn put(&mut self, bytes: Vec<u8>) -> Result<u64> {
         let first = self.refcounts.allocate(self.geometry.clusters_for(bytes.len() as u64))?;
         let offset = self.geometry.offset_of(first);
@@ -439,7 +440,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.refcounts.decrement_all(clusters)
     }
 
-    /// Releases the clusters of these bytes at `offset`.
+    /// Releases the clusters of the `length` bytes at `offset`.
     pub(super) fn release(&mut self, offset: u64, length: u64) -> Result<()> {
         let first = self.geometry.cluster_of(offset);
         self.refcounts.decrement_all(first..first + self.geometry.clusters_for(length))
@@ -516,9 +517,9 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     }
 }
 
-/// Writes tables that are not active. The known end of the file is advanced before the writes,
-/// because clusters past the old end may no longer read as zeros, even if the transaction is
-/// dropped while its writes are in flight.
+/// Writes tables that are not active. The known end of the file advances before the writes. Reason:
+/// clusters past the old end may no longer read as zeros, even if the transaction is dropped while
+/// its writes are in flight.
 async fn write_beside<S: Storage>(metadata: &Metadata<S>, writes: &[TableWrite]) -> Result<()> {
     let end = |write: &TableWrite| write.offset + write.bytes.len() as u64;
     if let Some(end) = writes.iter().map(end).max() {

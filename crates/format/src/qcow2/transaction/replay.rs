@@ -3,7 +3,7 @@
 //!
 //! The caller has checked that the log belongs to this file and to this boot of the host. The
 //! *session bits*, autoclear bits of the header, show that no other program has changed the image
-//! since: a program that does not know such bits clears them before the first change
+//! since. Reasons: a program that does not know such bits clears them before its first change
 //! (`docs/interop/qcow2.txt` of QEMU, "autoclear feature bits"), and each process with a log sets
 //! different session bits. Images of version 2 have no such bits.
 //!
@@ -128,7 +128,7 @@ impl<S: Storage> ImageRedo<'_, S> {
         self.image.metadata.geometry().version >= 3
     }
 
-    /// Whether the header has the mark of a process that keeps a redo log. This process has the
+    /// Whether the header has the mark of a process that keeps a redo log. That process has the
     /// image open, or was killed.
     pub fn has_session_bit(&self) -> bool {
         self.image.metadata.lock().tables.headers.disk().autoclear & SESSION != 0

@@ -87,7 +87,7 @@ impl<S: Storage> InternalSnapshots<'_, S> {
     /// # Errors
     /// `InvalidInput` for a name that exists, is empty or too long; `Unsupported` if a refcount
     /// would exceed its maximum, or for an image with a data file; `NoSpace`; storage errors. On an
-    /// error nothing has changed, and `vm_state` is as before.
+    /// error nothing has changed, unless the write of the header failed; `vm_state` is as before.
     pub async fn create(
         &self,
         new: &NewSnapshot,
@@ -131,7 +131,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
     /// the whole disk as changed.
     ///
     /// # Errors
-    /// As [`create`](Self::create); `InvalidInput` for an unknown name.
+    /// As [`create`](Self::create); `InvalidInput` for an unknown name, or in an image with bitmaps
+    /// for a snapshot of another size.
     pub async fn apply(&self, name: &str) -> Result<()> {
         let Qcow2 { metadata, transactions, bitmaps: live, .. } = self.image;
         let image = metadata.storage().name();

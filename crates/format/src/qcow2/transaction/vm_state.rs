@@ -1,8 +1,8 @@
 //! The tables of a VM state that is being stored.
 //!
 //! No table on disk refers to the clusters of the state before the snapshot is committed; their
-//! refcount is 1. If saving stops early, the clusters leak, and nothing else is wrong. All tables
-//! of the state are in memory, 8 or 16 bytes for each cluster of the state.
+//! refcount is 1. If a crash ends the saving, the clusters leak, and nothing else is wrong. All
+//! tables of the state are in memory, 8 or 16 bytes for each cluster of the state.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub struct VmStateTables {
     /// Number of L1 entries before the entries of the state.
     first_l1: u64,
     zero_encoding: ZeroEncoding,
-    /// The L2 tables, by the number of their L1 entry after `first_l1`.
+    /// The L2 tables, by the number of their L1 entry, counted from `first_l1`.
     tables: BTreeMap<u64, Vec<u8>>,
     /// Host clusters of the state.
     reserved: Vec<Range<u64>>,
@@ -235,7 +235,8 @@ impl VmStateTables {
         (cluster / entries, (cluster % entries) as usize)
     }
 
-    /// The table of this number, with zero entries for clusters that were never stored.
+    /// The table of this number. If the image has the zero flag, clusters that were never stored
+    /// get zero entries.
     fn with_zero_entries(&self, number: u64) -> Vec<u8> {
         let geometry = self.geometry;
         let absent = || vec![0; geometry.cluster_size() as usize];

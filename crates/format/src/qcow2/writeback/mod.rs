@@ -134,8 +134,8 @@ impl<S: Storage> Metadata<S> {
         self.size.load(Ordering::Acquire)
     }
 
-    /// Sets the size of the disk that is read without the lock, after the header or the shown
-    /// snapshot has changed it.
+    /// Sets the copy of the disk's size that is read without the lock. The header, or the snapshot
+    /// that is shown, has changed the size before.
     pub(crate) fn publish_size(&self, size: u64) {
         self.size.store(size, Ordering::Release);
     }
@@ -175,15 +175,14 @@ impl<S: Storage> Metadata<S> {
     }
 }
 
-/// Keeps clusters that were looked up for reading from being reallocated. See
-/// [`Format::begin_read`].
+/// Prevents the reallocation of clusters that a read has looked up. See [`Format::begin_read`].
 ///
 /// [`Format::begin_read`]: crate::Format::begin_read
 pub struct ReadGuard<'a> {
     _read: EpochGuard<'a>,
 }
 
-/// Makes the next flush wait for data. See [`Format::begin_data_write`].
+/// Makes the next flush wait for the data of a write. See [`Format::begin_data_write`].
 ///
 /// [`Format::begin_data_write`]: crate::Format::begin_data_write
 pub struct DataWriteGuard<'a> {

@@ -18,8 +18,8 @@ use crate::tls::Credential;
 /// A connection that has sent no request for this long may be ended in favor of another client.
 const UNUSED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum number of connections that wait for admission. If there are more, the peer with the most
-/// waiting connections loses one.
+/// Maximum number of connections that wait for admission. For one more, the peer with the most
+/// waiting connections loses its newest one, or the new connection is refused.
 pub const MAX_WAITING: usize = 64;
 
 /// The result for one more connection.
@@ -117,8 +117,9 @@ impl AdmissionState {
         self.is_draining
     }
 
-    /// Registers a connection, to be admitted now or later, if `limit` connections are admitted at
-    /// once. Returns its number; `None` if the server is draining, or too many connections wait.
+    /// Registers a connection, to be admitted now or later. At most `limit` connections are
+    /// admitted at once. Returns its number; `None` if the server is draining, or too many
+    /// connections wait.
     pub fn enter(&mut self, stream: &Stream, origin: Origin, limit: usize) -> Option<u64> {
         if self.is_draining {
             return None;
@@ -275,7 +276,7 @@ impl AdmissionState {
         self.wake();
     }
 
-    /// Ends all operations on all sockets.
+    /// Shuts down the streams of all connections, which ends all operations on them.
     pub fn disconnect_all(&self) {
         self.entries.iter().for_each(Entry::shut_stream_down);
     }
@@ -311,16 +312,15 @@ impl AdmissionState {
         peers
     }
 
-    /// Shuts down the sockets of these connections, which ends all operations on them.
+    /// Shuts down the streams of these connections, which ends all operations on them.
     pub fn disconnect_clients(&self, which: Clients) {
         let clients = self.entries.iter().filter(|entry| which.contain(entry));
         clients.for_each(Entry::shut_stream_down);
     }
 
     /// Ends a connection so that the waiting connection `id` can be admitted, unless enough
-    /// connections are ending already. If no connection can be ended now, returns the time until
-    /// the next attempt, if known. A connection that was asked to end `end_time` ago is
-    /// disconnected.
+    /// connections are ending already. A connection that was asked to end `end_time` ago is
+    /// disconnected. Returns the time until the next attempt, if known.
     pub fn make_room(&mut self, id: u64, end_time: Duration) -> Option<Duration> {
         let overdue_in = self.disconnect_overdue(end_time);
         let ending = self.admitted().filter(|entry| entry.is_ending()).count();
@@ -383,8 +383,8 @@ impl AdmissionState {
         true
     }
 
-    /// Admits waiting connections up to the limit: those of the origin with the fewest connections
-    /// first, and of these the oldest.
+    /// Admits waiting connections up to the limit: first those of the socket with the fewest
+    /// connections, of these those of the peer with the fewest, and of these the oldest.
     fn admit_waiting(&mut self, limit: usize) {
         while self.admitted().count() < limit {
             let counts = Counts::of(self.admitted());

@@ -8,25 +8,26 @@
 //! At the limit, one connection is ended so that a waiting client can be admitted, chosen in this
 //! order:
 //!
-//! 1. a connection that has sent no request yet, and is at least a second old. Connections in the
-//!    handshake come first; among these, the connections of the peer with the most such
-//!    connections; among these, the oldest;
-//! 2. a connection of the socket with the most connections, or else, at the same socket, of the
-//!    [`Peer`](super::peer::Peer) with the most. That socket or peer must hold at least two
-//!    connections more than the socket or peer of the waiting client. If several peers hold the
-//!    most, the connection of these peers that has been idle longest ends.
+//! 1. a connection that has sent no request yet, and whose handshake or transmission phase is at
+//!    least a second old. Connections in the handshake come first; among these, the connections of
+//!    the peer with the most connections; among these, the oldest;
+//! 2. if each connection has sent a request: a connection of the socket with the most connections,
+//!    or else, at the same socket, of the [`Peer`](super::peer::Peer) with the most. That socket or
+//!    peer must hold at least two connections more than the socket or peer of the waiting client.
+//!    If several peers hold the most, the connection of these peers that has been idle longest
+//!    ends.
 //!
 //! Otherwise the client waits, in a queue of [`MAX_WAITING`](admission::MAX_WAITING).
 //!
 //! The socket is the unit of isolation: at one socket, a used connection does not end for a client
-//! whose process or host would then hold as many connections. So a program that forks, with one
-//! used connection in each child, can block other clients of its own socket. Reason: the server
-//! cannot tell idle children from the guests of a host, which are processes with one connection
-//! each. Ending the connection that has been idle longest would let an attacker disconnect one
-//! guest after the other. Also, a client that may connect to a socket can do worse than block
-//! others: it may read the socket's exports, and write to the writable ones. The owner and mode of
-//! a Unix socket, or a firewall, restrict who may connect: clients that must not block each other
-//! need sockets of their own.
+//! whose process or host would then hold as many connections as that of the used one. So a program
+//! that forks, with one used connection in each child, can block other clients of its own socket.
+//! Reason: the server cannot tell idle children from the guests of a host, which are processes with
+//! one connection each. Ending the connection that has been idle longest would let an attacker
+//! disconnect one guest after the other. Also, a client that may connect to a socket can do worse
+//! than block others: it may read the socket's exports, and write to the writable ones. The owner
+//! and mode of a Unix socket, or a firewall, restrict who may connect: clients that must not block
+//! each other need sockets of their own.
 //!
 //! A connection that is asked to end completes its requests in flight and sends the replies. If
 //! another client waits, the connection has at most the time given to [`Registry::new`]. Then it is

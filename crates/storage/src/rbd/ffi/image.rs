@@ -95,7 +95,7 @@ impl<W: Waiter> Image<W> {
         let in_flight = AtomicUsize::new(0);
         let image = Self { cluster, handle, in_flight, notifier, waiters: PhantomData };
         let descriptor = image.notifier.as_raw_fd();
-        // SAFETY: the eventfd stays open as long as the image: it is closed after it (`Drop`).
+        // SAFETY: the eventfd is closed after the image (`Drop`).
         check(unsafe {
             (image.rbd().rbd_set_image_notification)(handle, descriptor, EVENT_TYPE_EVENTFD)
         })?;
@@ -112,7 +112,7 @@ impl<W: Waiter> Image<W> {
         let mut id: [c_char; MAX_ID] = [0; MAX_ID];
         // SAFETY: the image is open, and the last byte stays zero.
         check(unsafe { (self.rbd().rbd_get_id)(self.handle, id.as_mut_ptr(), MAX_ID - 1) })?;
-        // SAFETY: it ends with a zero, at the last byte at the latest.
+        // SAFETY: the id ends with a zero, at the last byte at the latest.
         Ok(unsafe { text(id.as_ptr()) })
     }
 
@@ -147,7 +147,7 @@ impl<W: Waiter> Image<W> {
         let list = self.rbd().rbd_config_image_list;
         loop {
             let mut count = c_int::try_from(records.len()).unwrap_or(c_int::MAX);
-            // SAFETY: there are as many records.
+            // SAFETY: `count` is the number of records in memory.
             let code = unsafe { list(self.handle, records.as_mut_ptr(), &raw mut count) };
             let listed = usize::try_from(count).unwrap_or(0);
             if code == -rustix::io::Errno::RANGE.raw_os_error() && listed > records.len() {
@@ -291,7 +291,7 @@ impl Scan {
 }
 
 /// # Safety
-/// `scan` is a [`Scan`] that nothing else uses during the call.
+/// `scan` is a [`Scan`] that no other code uses during the call.
 unsafe extern "C" fn on_extent(offset: u64, length: usize, exists: c_int, scan: Handle) -> c_int {
     // SAFETY: the caller guarantees it.
     let scan = unsafe { &mut *scan.cast::<Scan>() };

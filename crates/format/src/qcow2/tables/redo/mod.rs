@@ -15,9 +15,9 @@
 //!    change (`transaction/replay`). Records have the new values of entries, so a replay can be
 //!    repeated, also on tables that already have some of the changes.
 //!
-//! The memory is a ring of records of a fixed length. A record is valid once the head is stored. A
-//! killed process loses none of its stores, so the log is consistent after each store. If the ring
-//! is full, a step that prepares a change is blocked as at the dirty limit.
+//! The memory is a ring of records of a fixed length. A record is valid once the head after it is
+//! stored. A killed process loses none of its stores, so the log is consistent after each store. If
+//! the ring is full, a step that prepares a change is blocked as at the dirty limit.
 //!
 //! Memory is reserved for as many records as needed, from the ring's first record on. An empty log
 //! continues at the first record, and releases the rest of the memory. If the host has no memory
@@ -39,7 +39,7 @@ pub(crate) use record::{EntryRun, RedoChange, RedoRecord};
 use super::{Blocked, Step};
 use record::WORDS_PER_RECORD;
 
-/// The maximum number of changes that wait for a writeback. Random writes of 4 KiB, 60,000 per
+/// The maximum number of records that wait for a writeback. Random writes of 4 KiB, 60,000 per
 /// second, fill the log in about a second.
 const MAX_RECORDS: usize = 1 << 16;
 

@@ -18,9 +18,9 @@
 //! 4. The tables that the copies have replaced, and the clusters that only a deleted snapshot
 //!    referred to (`unreferenced`), are freed as usual while guests continue.
 //!
-//! After a crash before the write of the header the image has the old metadata, after a later crash
-//! the new metadata, in both cases with leaks at most. If the change is cancelled or dropped before
-//! the write of the header, its clusters are freed once writes to them have completed. If another
+//! A crash before the write of the header leaves the old metadata, a later crash leaves the new
+//! metadata. In both cases clusters leak at most. If the change is cancelled or dropped before the
+//! write of the header, its clusters are freed once writes to them have completed. If another
 //! transaction has replaced the tables, or the size of the disk has changed, all copies are made
 //! again.
 
@@ -135,7 +135,7 @@ impl<S: Storage> PreparedChange<'_, S> {
     /// returns true.
     ///
     /// # Errors
-    /// As [`take`](Self::take), as far as known yet.
+    /// Those errors of [`take`](Self::take) that are already known.
     pub async fn update(&mut self, is_cancelled: &dyn Fn() -> bool) -> Result<Preparation> {
         self.space.set_closed(false);
         loop {
