@@ -26,6 +26,7 @@ use clap::{Parser, Subcommand};
 use lab_tools::workspace::Workspace;
 
 use crate::test::Seeds;
+use crate::test_programs::OnFailure;
 
 /// Tasks of the Blockhouse workspace.
 #[derive(Parser)]
@@ -103,9 +104,11 @@ fn main() -> ExitCode {
 
 fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
     match task {
-        Task::Test { args, all_seeds } => {
-            test::run(workspace, &args, if all_seeds { Seeds::All } else { Seeds::Quarter }, false)
+        Task::Test { args, all_seeds } if args.is_empty() => {
+            let seeds = if all_seeds { Seeds::All } else { Seeds::Quarter };
+            test::run(workspace, seeds, OnFailure::Fail).map(drop)
         }
+        Task::Test { args, .. } => test::run_some(workspace, &args),
         Task::Loom => loom::run(workspace),
         Task::Fuzz(options) => fuzz::run(workspace, &options),
         Task::Soak(options) => soak::run(workspace, &options),

@@ -13,7 +13,8 @@ use lab_tools::process::{self, cargo};
 use lab_tools::qemu_driver;
 use lab_tools::workspace::Workspace;
 
-use crate::{loom, test_programs};
+use crate::loom;
+use crate::test_programs::{self, OnFailure, Work};
 
 /// The variable by which tests explore fewer of their seeds than they say.
 const ONE_SEED_IN: &str = "BLOCKHOUSE_SIM_ONE_SEED_IN";
@@ -30,31 +31,38 @@ pub enum Seeds {
 /// Variables, and their values.
 type Environment = Vec<(&'static str, OsString)>;
 
-/// Runs all tests and the loom models, or only the tests that `args` (for `cargo test`) select.
-/// These explore all their seeds. With `repeat`, all tests are run, and black-box tests may fail
-/// once.
-pub fn run(workspace: &Workspace, args: &[String], seeds: Seeds, repeat: bool) -> Result<()> {
+/// Runs all tests and the loom models. Returns the names of the tests that failed at first and
+/// passed when they were repeated.
+pub fn run(workspace: &Workspace, seeds: Seeds, on_failure: OnFailure) -> Result<Vec<String>> {
+    let mut environment = prepare(workspace)?;
+    let built = Built::all(workspace)?;
+    environment.push((BINARY, built.program("blockhouse")?.into()));
+    if matches!(seeds, Seeds::Quarter) && std::env::var_os(ONE_SEED_IN).is_none() {
+        environment.push((ONE_SEED_IN, "4".into()));
+    }
+    let doc = || cargo_test(workspace, &["--doc".to_owned()], &environment);
+    let models: Work<'_> = Box::new(|| loom::run(workspace));
+    let others = vec![models, Box::new(|| process::run(doc()))];
+    test_programs::run(workspace, &built, &environment, on_failure, others)
+}
+
+/// Runs the tests that `args` (for `cargo test`) select, with all their seeds.
+pub fn run_some(workspace: &Workspace, args: &[String]) -> Result<()> {
+    let mut environment = prepare(workspace)?;
+    let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
+    let binary = build_binary(workspace, if release { Profile::Release } else { Profile::Dev })?;
+    environment.push((BINARY, binary.into()));
+    process::run(cargo_test(workspace, args, &environment))
+}
+
+/// Installs what the tests need, and returns their variables.
+fn prepare(workspace: &Workspace) -> Result<Environment> {
     apt::require(apt::FOR_TESTS)?;
     if let Err(error) = apt::require(apt::FOR_CEPH) {
         // The tests that need it are skipped with a message.
         println!("xtask: no cluster of Ceph: {error:#}");
     }
-    let mut environment = environment(workspace)?;
-    if args.is_empty() {
-        let built = Built::all(workspace)?;
-        environment.push((BINARY, built.program("blockhouse")?.into()));
-        if matches!(seeds, Seeds::Quarter) && std::env::var_os(ONE_SEED_IN).is_none() {
-            environment.push((ONE_SEED_IN, "4".into()));
-        }
-        let doc = || cargo_test(workspace, &["--doc".to_owned()], &environment);
-        let models: test_programs::Work<'_> = Box::new(|| loom::run(workspace));
-        let others = vec![models, Box::new(|| process::run(doc()))];
-        return test_programs::run(workspace, &built, &environment, repeat, others);
-    }
-    let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
-    let binary = build_binary(workspace, if release { Profile::Release } else { Profile::Dev })?;
-    environment.push((BINARY, binary.into()));
-    process::run(cargo_test(workspace, args, &environment))
+    environment(workspace)
 }
 
 fn cargo_test(workspace: &Workspace, args: &[String], environment: &Environment) -> Command {

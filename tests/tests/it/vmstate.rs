@@ -54,12 +54,11 @@ fn machine_told_by(teller: &str, memory: &Path, options: &[&str]) -> Outcome {
     run_within(LIMIT, &mut qemu).success()
 }
 
-/// Streams the state of a paused machine into a shell command, and waits until that command ends:
-/// QEMU itself does not wait for it if `quit` follows at once.
+/// Streams the state of a paused machine into a shell command, and waits for the command's success:
+/// QEMU itself does not wait for the command if `quit` follows at once.
 fn migrate(memory: &Path, receiver: &str) {
-    let script = memory.with_extension("monitor");
-    let ended = memory.with_extension("ended");
-    let receiver = format!("{receiver}; touch {}", str(&ended));
+    let (script, ended) = (memory.with_extension("monitor"), memory.with_extension("ended"));
+    let receiver = format!("{receiver} 2>{0}.new; echo $? >>{0}.new; mv {0}.new {0}", str(&ended));
     let commands = format!(
         "migrate_set_parameter max-bandwidth 100G\nmigrate \"exec:{receiver}\"\ninfo migrate\n"
     );
@@ -67,11 +66,13 @@ fn migrate(memory: &Path, receiver: &str) {
     let teller = format!("cat {}; {}; echo quit", str(&script), until_exists(&ended));
     let migrated = machine_told_by(&teller, memory, &[]);
     assert!(!migrated.stdout.contains("failed"), "{}", migrated.describe("it migrates"));
+    let said = std::fs::read_to_string(&ended).expect("the receiver's errors and exit status");
+    assert_eq!(said, "0\n", "{}", migrated.describe("the receiver succeeds"));
 }
 
-/// A shell command that waits for a file.
+/// A shell command that waits for a file, for a minute at most.
 fn until_exists(file: &Path) -> String {
-    format!("until [ -e {} ]; do sleep 0.1; done", str(file))
+    format!("n=0; until [ -e {} ] || [ $((n += 1)) -gt 600 ]; do sleep 0.1; done", str(file))
 }
 
 fn drive(image: &Path) -> String {

@@ -177,7 +177,7 @@ impl Allocator {
                         self.examined = self.examined.saturating_add(1);
                     }
                     // A gap in the middle of the file gets no refcount block of its own.
-                    Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
+                    Scan::NoRefcountBlock => pass_uncounted(&mut self.space, tables, cursor),
                 }
             } else if let Some(clusters) = self.scan_prepared(tables, limit + ahead)? {
                 let clusters = mark_allocated(tables, clusters)?;
@@ -210,29 +210,6 @@ impl Allocator {
     /// failed.
     fn host_limit(&self, geometry: Geometry) -> u64 {
         self.space.limit().map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
-    }
-
-    /// Moves the cursor from `cluster`, which no refcount block covers, to the first cluster of the
-    /// next block. All calls together read the refcount table once.
-    fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
-        let geometry = tables.geometry();
-        let index = geometry.refcount_index(cluster).table_index;
-        let blocks = tables.refcount_table().words().get(index as usize..).unwrap_or_default();
-        if let Some(gap) = blocks.iter().position(|&word| word != 0) {
-            self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
-            return;
-        }
-        // No refcount block covers clusters from here on, for example on a block device after the
-        // last cluster in use. The cursor skips active tables that lie there.
-        let last = tables.active.iter().filter(|&&table| table >= cluster).max();
-        let in_block = geometry.block_refcounts();
-        let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
-        if self.space.unscanned().contains(&start) {
-            self.space.end_scan_at(start);
-            tables.file.lower(start);
-        } else {
-            self.space.advance_cursor(start);
-        }
     }
 
     /// Decrements the refcount of a cluster after the removal of a reference to it is durable. A
@@ -383,6 +360,29 @@ impl Allocator {
     /// Whether the writes in flight extend the file.
     pub(crate) fn is_growing(&self, tables: &Tables) -> bool {
         self.space.written_end() < tables.file.end()
+    }
+}
+
+/// Moves the cursor from `cluster`, which no refcount block covers, to the first cluster of the
+/// next block. All calls together read the refcount table once.
+fn pass_uncounted(space: &mut FreeSpace, tables: &mut Tables, cluster: u64) {
+    let geometry = tables.geometry();
+    let index = geometry.refcount_index(cluster).table_index;
+    let blocks = tables.refcount_table().words().get(index as usize..).unwrap_or_default();
+    if let Some(gap) = blocks.iter().position(|&word| word != 0) {
+        space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
+        return;
+    }
+    // No refcount block covers clusters from here on, for example on a block device after the
+    // last cluster in use. The cursor skips active tables that lie there.
+    let last = tables.active.iter().filter(|&&table| table >= cluster).max();
+    let in_block = geometry.block_refcounts();
+    let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
+    if space.unscanned().contains(&start) {
+        space.end_scan_at(start);
+        tables.file.lower(start);
+    } else {
+        space.advance_cursor(start);
     }
 }
 
