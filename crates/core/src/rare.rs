@@ -10,7 +10,8 @@ use futures_util::future::LocalBoxFuture;
 /// A future on the heap, whose body is compiled where its type is first known.
 ///
 /// Because this function is never inlined, the compiler uses the copy of an upstream crate even
-/// when it optimizes. For generic futures `blockhouse-instances` has that copy.
+/// when it optimizes. For disks on real storage, `blockhouse-instances` has
+/// that copy.
 #[inline(never)]
 pub fn rare<'a, T>(future: impl Future<Output = T> + 'a) -> LocalBoxFuture<'a, T> {
     Box::pin(future)

@@ -32,7 +32,7 @@ mod sandbox;
 mod server;
 mod service;
 
-// The I/O path is used as it was compiled there.
+// Links the optimized copies of the I/O path.
 use blockhouse_instances as _;
 pub use endpoints::sockets::runtime_folder;
 pub use launcher::{WORD as LAUNCH_WORD, run as launch};

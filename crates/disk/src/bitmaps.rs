@@ -143,7 +143,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     ) -> Result<Vec<BitmapExtent>> {
         let has_it = |listed: &[Bitmap]| listed.iter().any(|bitmap| bitmap.name == name);
         if self.list().await.is_ok_and(|own| has_it(&own)) {
-            return self.extents(name, range, max).await;
+            return rare(self.extents(name, range, max)).await;
         }
         let image = self.disk.begin_use();
         for layer in image.layer().layers().skip(1) {

@@ -2,11 +2,14 @@
 //!
 //! A generic function is compiled where its types are known: without this crate, in each crate that
 //! opens a [`Disk`](blockhouse_disk::Disk), with the optimization of that crate. The crates above
-//! run no request themselves, and are compiled with little or no optimization. They use the copies
-//! here for two reasons: the long-lived and the rare futures of the path go through [`rare`], and a
-//! function below mentions each of them for [`ImageStorage`].
+//! are compiled with little or no optimization, because they hand requests to the path one by one
+//! only in `bench` and at the ends of a copy.
 //!
-//! Nobody calls these functions: it is enough that they are compiled.
+//! The compiler uses a function of this crate there under two conditions. The function is never
+//! inlined, as [`rare`] is, through which the long-lived and the rare futures of the path go. And a
+//! function below mentions it for [`ImageStorage`].
+//!
+//! Nobody calls the functions below: it is enough that they are compiled.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -15,17 +18,17 @@ use std::sync::Arc;
 
 use blockhouse_core::{Buffer, ByteRange, Request, Result, SyncMode, ToolProgress, rare};
 use blockhouse_disk::{
-    AfterCommit, Amendments, BitmapAction, BitmapChange, BlockStatusCache, CompareJob, Compress,
-    CopyJob, ImageDisk, NewBitmap, QuiescedDisk, RangeCopy, StreamOptions, VmStateReader,
+    Access, AfterCommit, Amendments, BitmapAction, BitmapChange, BlockStatusCache, CompareJob,
+    Compress, CopyJob, ImageDisk, NewBitmap, QuiescedDisk, RangeCopy, StreamOptions, VmStateReader,
     VmStateWriter, amend, change_bitmaps, check_not_marked, commit_overlay, copy_stream,
     first_status_difference, flush_ahead, mark_incomplete, prepare_rebase, rename_data_file,
     set_backing_file, take_space, warn_of_mark,
 };
-use blockhouse_engine::{Handle, Listener};
+use blockhouse_engine::{Handle, Listener, Stream};
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Repair, repair_with};
-use blockhouse_jobs::{FailureTeller, FreezeOptions, FrozenDisk, JobEnd, Mirror, Stream};
-use blockhouse_nbd::Exports;
+use blockhouse_jobs::{self as jobs, FailureTeller, FreezeOptions, FrozenDisk, JobEnd, Mirror};
+use blockhouse_nbd::{Exports, PausedSession};
 use blockhouse_storage::{ImageStorage, ViewStorage};
 use blockhouse_ublk::{DeviceOptions, PreparedDevice};
 use blockhouse_vhost_user::Device;
@@ -38,8 +41,9 @@ pub fn nbd<'a>(
     listener: &'a Listener,
     exports: &'a Exports<ImageStorage>,
     loops: &'a [Handle],
+    connections: Vec<(Stream, PausedSession)>,
 ) -> LocalBoxFuture<'a, io::Result<()>> {
-    rare(server.serve(listener, exports, loops))
+    rare(server.serve_with(listener, exports, loops, connections))
 }
 
 /// The queues of virtual machines.
@@ -59,7 +63,7 @@ pub fn ublk(
 /// Mirrors, commits, backups and streams.
 pub fn jobs<'a>(
     mirror: &'a Mirror<ImageStorage>,
-    stream: &'a Stream<ImageStorage>,
+    stream: &'a jobs::Stream<ImageStorage>,
 ) -> LocalBoxFuture<'a, (JobEnd, JobEnd)> {
     rare(async { (mirror.run().await, stream.run().await) })
 }
@@ -145,6 +149,11 @@ pub fn changes<'a>(
         snapshots.rename("", "").await?;
         disk.resize(0).await?;
         disk.shrink(0).await?;
+        disk.set_access(Access::ReadOnly).await?;
+        disk.jobs().name_backing(b"").await?;
+        disk.jobs().detach_backing(None).await?;
+        bitmaps.extents_in_chain("", ByteRange::between(0, 0), 0).await?;
+        disk.close().await?;
         rare(flush_ahead(&[disk], SyncMode::Full)).await.map(drop)
     })
 }

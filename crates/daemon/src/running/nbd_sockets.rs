@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use anyhow::{Context, Result, bail};
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::offers::ExportOptions;
+use blockhouse_core::rare;
 use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketTls};
@@ -148,7 +149,7 @@ impl ExportList {
     ) {
         let (server, loops) = (self.server.clone(), self.loops.clone());
         drop(self.loops[0].spawn(move || async move {
-            let serving = server.serve_with(&listener, &exports, &loops, connections);
+            let serving = rare(server.serve_with(&listener, &exports, &loops, connections));
             if let Err(error) = serving.await {
                 tracing::error!("stopped accepting connections: {error}");
             }

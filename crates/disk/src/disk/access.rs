@@ -6,7 +6,7 @@
 //! [retired](super::QuiescedDisk::retire) stays read-only. A replacement of the disk's image does
 //! not make a read-only disk writable.
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, rare};
 
 use super::{Disk, quiesce_flushed};
 use crate::options::Access;
@@ -36,8 +36,8 @@ impl<S: Storage> Disk<S> {
         if self.access() == Access::ReadOnly {
             return Ok(());
         }
-        let _quiesced = quiesce_flushed(self, SyncMode::Full).await?;
-        self.image().layer().flush(SyncMode::Full).await?;
+        let _quiesced = rare(quiesce_flushed(self, SyncMode::Full)).await?;
+        rare(self.image().layer().flush(SyncMode::Full)).await?;
         self.protection.set(true);
         Ok(())
     }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode, rare};
 use blockhouse_format::Backing;
 
 use super::access::check_writable_at;
@@ -197,12 +197,8 @@ impl<S: Storage> DiskJobs<'_, S> {
             let _guard = self.disk.quiesce().await?;
             self.disk.check_writable()?;
             self.check_detachable().await?;
-            self.disk
-                .image()
-                .format()
-                .header()
-                .set_backing(base.map(|base| base.name.clone()))
-                .await?;
+            let name = base.map(|base| base.name.clone());
+            rare(self.disk.image().format().header().set_backing(name)).await?;
             // Over a base, reads may still copy into the image.
             let copies_on_read = base.is_some() && self.disk.image().options.copy_on_read;
             self.disk.image().layer().claims().set_all(copies_on_read);
@@ -225,7 +221,7 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// `InvalidInput` for an image without a backing file, or a name too long for its header;
     /// `ReadOnly`; `Io` if changes in flight take too long; storage errors.
     pub async fn name_backing(self, name: &[u8]) -> Result<()> {
-        let _guard = quiesce_flushed(self.disk, SyncMode::Data).await?;
+        let _guard = rare(quiesce_flushed(self.disk, SyncMode::Data)).await?;
         self.disk.check_writable()?;
         let image = self.disk.image();
         let Some(backing) = image.backing_file() else {
@@ -233,7 +229,7 @@ impl<S: Storage> DiskJobs<'_, S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()));
         };
         let named = Backing { name: name.to_vec(), ..backing.clone() };
-        let outcome = image.format().header().set_backing(Some(named)).await;
+        let outcome = rare(image.format().header().set_backing(Some(named))).await;
         // The backing size stays that of the backing file that is open.
         let size = image.layer().backing_layer().map_or(0, |layer| layer.size());
         image.format().set_backing_size(size);

@@ -224,7 +224,7 @@ impl<S: Storage> Disk<S> {
     /// Closes an image and its [base](DiskJobs::base). A base that has become an image of the disk
     /// stays open.
     async fn close_image(&self, link: &Link<S, Arc<Self>>) -> Result<()> {
-        let closed = link.image().close().await;
+        let closed = rare(link.image().close()).await;
         match link.base.get().filter(|base| !self.images.contains(base.image())) {
             Some(base) => closed.and(rare(base.close()).await),
             None => closed,

@@ -95,7 +95,11 @@ impl Forked<'_> {
     /// # Errors
     /// Errors of the storage. The layer then stays locked, and flushes of the images over it fail
     /// as well.
-    pub async fn settle(&self) -> Result<()> {
+    pub fn settle(&self) -> LocalBoxFuture<'_, Result<()>> {
+        rare(self.close_layer())
+    }
+
+    async fn close_layer(&self) -> Result<()> {
         let Some(replaced) = &self.replaced else { return Ok(()) };
         replaced.close_as_layer().await?;
         let format = replaced.image().format();

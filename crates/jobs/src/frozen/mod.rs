@@ -69,6 +69,8 @@ impl<S: Storage + Send + Sync> FrozenDisk<S> {
     /// # Errors
     /// `InvalidInput` for a scratch disk of another size; `Io` if the host has no memory for 16
     /// bytes for each 64 MiB.
+    // Not inlined, so that `blockhouse-instances` compiles the observer of the guest's changes.
+    #[inline(never)]
     pub fn new(
         source: Arc<Disk<S>>,
         scratch: Disk<S>,
