@@ -303,6 +303,19 @@ fn killed_with_usual_state() -> Victim {
     victim
 }
 
+/// Changes of an image that another program has made anew since are no longer missing.
+#[test]
+fn commands_read_an_image_that_was_replaced_after_its_server_died() {
+    require!(need::tools(&["qemu-img"]));
+    let victim = killed_with_usual_state();
+    let (image, copy) = (str(&victim.image), victim.scratch.path("copy.qcow2"));
+    command(&["convert", image, str(&copy)]).failure("changes are missing that process");
+    // The file, its inode and so the state file stay.
+    qemu_img(&["create", "-q", "-f", "qcow2", image, "1M"]).success();
+    command(&["convert", image, str(&copy)]).success();
+    assert_eq!(command(&["check", image]).success().stderr, "");
+}
+
 #[test]
 fn commands_that_read_refuse_an_image_that_lacks_changes_and_those_that_look_say_so() {
     let victim = killed_with_usual_state();

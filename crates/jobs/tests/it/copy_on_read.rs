@@ -68,7 +68,8 @@ impl Case {
     }
 }
 
-async fn read_on(
+/// Reads random ranges, each of which must have what was written.
+pub async fn read_on(
     sim: Sim,
     disk: Arc<Disk<SimDisk>>,
     model: Rc<Model>,

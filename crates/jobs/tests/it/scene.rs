@@ -193,8 +193,8 @@ pub struct Chain {
 }
 
 /// A disk with these bytes over an image over a base of any kind. Each has some of the bytes, and
-/// others where one above it has them. Those below may be shorter.
-pub async fn chain(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Chain> {
+/// others where one above it has them. Those below may be shorter. The disk has these options.
+pub async fn chain(sim: &Sim, random: &mut Rng, content: &[u8], options: Options) -> Result<Chain> {
     let size = content.len() as u64;
     let mut shorter = |size: u64| [size, (random.u64(1..=size) & !511).max(512)][random.usize(..2)];
     let between_size = shorter(size);
@@ -237,7 +237,7 @@ pub async fn chain(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Chain>
     write_sectors(&disk, of_middle, &middle).await?;
     disk.close().await?;
     let storage = new_overlay(sim, random, size, named("between", ImageFormat::Qcow2)).await?;
-    let image = Image::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await?;
+    let image = Image::open(storage.clone(), ImageFormat::Qcow2, options).await?;
     let disk = Arc::new(Disk::new(image.with_backing(&open(read_only()).await?)));
     write_sectors(&disk, own, content).await?;
     disk.flush().await?;
@@ -276,7 +276,8 @@ pub async fn layers(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Layer
     for sector in &own {
         below[*sector as usize..][..512].fill(0xdd);
     }
-    let Chain { storage, disk, between, base, base_format } = chain(sim, random, &below).await?;
+    let Chain { storage, disk, between, base, base_format } =
+        chain(sim, random, &below, Options::default()).await?;
     let mut storages = vec![storage.clone(), between.clone(), base.clone()];
     if !is_top {
         return Ok(Layers { disk, storages, base_format });

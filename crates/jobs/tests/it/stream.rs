@@ -16,6 +16,7 @@ use blockhouse_sim::{
     is_looked_at,
 };
 
+use crate::copy_on_read;
 use crate::guests::{self, Model};
 use crate::scene::{self, Overlay, backing_name, clock, named, names_base, recover};
 
@@ -257,18 +258,21 @@ fn parts_that_cannot_be_read_hold_up_no_others() {
 }
 
 /// A disk over two backing files becomes one over the lower one, while guests change it and jobs
-/// are cancelled: what a crash leaves is the disk, over what its header names.
+/// are cancelled: what a crash leaves is the disk, over what its header names. Half of the disks
+/// copy on read, from the lower one when the job has ended.
 fn stream_to_base(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();
     let (model, content) = Model::new(random.u64(9..600), &mut random);
     let (mut making, own) = (random.fork(), sim.clone());
-    let made = async move { scene::chain(&own, &mut making, &content).await };
+    let options = Options { copy_on_read: seed.is_multiple_of(2), ..Options::default() };
+    let made = async move { scene::chain(&own, &mut making, &content, options).await };
     let chain = sim.block_on(made).map_err(|error| error.to_string())?;
     let base = FurtherBase::new(&chain.disk, 0, 2, named("base", chain.base_format));
     let base = base.map_err(|error| error.to_string())?;
     let guests = guests::start_durable(&sim, &chain.disk, &model, 60);
     let (disk, own, clock) = (Arc::clone(&chain.disk), sim.clone(), clock(&sim));
+    let (known, reading) = (Rc::clone(&model), random.fork());
     let cancelled_after = random.bool().then(|| Duration::from_micros(random.u64(..60_000)));
     let job = sim.spawn(async move {
         if let Some(wait) = cancelled_after {
@@ -283,7 +287,11 @@ fn stream_to_base(seed: u64) -> Result<Report, String> {
                 return end;
             }
         }
-        begin(&disk, &Arc::default(), &clock).await.down_to(base).run().await
+        let end = begin(&disk, &Arc::default(), &clock).await.down_to(base).run().await;
+        match copy_on_read::read_on(own, disk, known, reading).await {
+            Ok(()) => end,
+            Err(why) => JobEnd::Failed(why),
+        }
     });
     let (mut crashes, mut last) = (0, None);
     let look = || {

@@ -23,8 +23,9 @@ pub struct PendingChanges {
 
 impl StoredImage {
     /// The acknowledged changes of a killed server that the image still lacks, because no opening
-    /// for writing has replayed them; `None` also while a server has the image open. `dir` is that
-    /// server's state directory. The disk is open for reading.
+    /// for writing has replayed them. `None` also while a server has the image open, and if another
+    /// program has opened the image for writing since. `dir` is the state directory of the killed
+    /// server. The disk is open for reading.
     ///
     /// # Errors
     /// The host's.
@@ -32,7 +33,9 @@ impl StoredImage {
         let Some(file) = self.file() else { return Ok(None) };
         let Some(found) = find_state(file, Some(dir))? else { return Ok(None) };
         let changes = found.changes();
-        if changes == 0 || is_being_written(file) {
+        let is_outdated =
+            || self.format().redo().is_some_and(|redo| redo.is_outdated(&*found.log()));
+        if changes == 0 || is_being_written(file) || is_outdated() {
             return Ok(None);
         }
         let process = found.page().owner().process;

@@ -97,6 +97,12 @@ impl<S: Storage> ImageRedo<'_, S> {
         Ok(Replay::Applied { changes })
     }
 
+    /// Whether the session bits show that another program has opened the image for writing since
+    /// the process with the log in `memory` died. A [`replay`](Self::replay) would refuse that log.
+    pub fn is_outdated(&self, memory: &dyn StateMemory) -> bool {
+        refusal(&self.image.metadata, RedoLog::session_in(memory)).is_some()
+    }
+
     /// Empties `log`, and from now on records in `log` changes that are linked and not yet on disk.
     /// If this process is killed, the next process can [`replay`](Self::replay) the log. The caller
     /// must call this method before any change.
