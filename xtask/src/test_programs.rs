@@ -45,8 +45,8 @@ pub type Work<'a> = Box<dyn Fn() -> Result<()> + Sync + 'a>;
 pub enum OnFailure {
     /// The run fails.
     Fail,
-    /// The run fails if the test fails again: it is repeated with the seed with which it failed,
-    /// and with others.
+    /// The run fails if the test fails again. The first repetition has the seed of the failure, if
+    /// that is known.
     Repeat,
 }
 
@@ -54,7 +54,7 @@ pub enum OnFailure {
 struct Failed<'a> {
     program: &'a Program,
     test: String,
-    /// The value of [`SEED`] with which it failed, if it draws random numbers.
+    /// The value of [`SEED`] with which it failed, if it has one generator of random numbers.
     seed: Option<String>,
 }
 
@@ -215,14 +215,16 @@ fn failures(output: &str) -> Option<Vec<&str>> {
     (count.parse() == Ok(names.len()) && !names.is_empty()).then_some(names)
 }
 
-/// The seed in the line with which a test says how to repeat it.
+/// The seed in the line with which a test says how to repeat it; `None` if it has several.
 fn seed_of(test: &str, output: &str) -> Option<String> {
     let seed = |line: &str| {
         let (_, after) = line.split_once(SEED)?;
         let (seed, command) = after.strip_prefix('=')?.split_once(' ')?;
         (command.split_whitespace().last() == Some(test)).then(|| seed.to_owned())
     };
-    output.lines().find_map(seed)
+    let mut seeds = output.lines().filter_map(seed);
+    // A seed given from outside is the seed of all generators of a test.
+    seeds.next().filter(|_| seeds.next().is_none())
 }
 
 #[cfg(test)]

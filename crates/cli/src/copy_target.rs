@@ -662,8 +662,8 @@ impl TargetSpec<'_> {
         if self.is_overwritten() { self.open.state_use() } else { Ok(StateUse::Off) }
     }
 
-    /// The paths that the target may open: also the first data file or backing file in the
-    /// settings, if it exists.
+    /// The paths that the target may open: also the data file and the backing file in the settings,
+    /// if they exist.
     fn allowed_paths(&self) -> blockhouse_core::Result<AllowedPaths> {
         let named = self.settings.iter().filter_map(|setting| match setting {
             Setting::DataFile(name) | Setting::BackingFile(name) => {

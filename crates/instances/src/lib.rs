@@ -5,7 +5,7 @@
 //! are compiled with little or no optimization, because they hand requests to the path one by one
 //! only in `bench` and at the ends of a copy.
 //!
-//! The compiler uses a function of this crate there under two conditions. The function is never
+//! Those crates use a function as it is compiled here under two conditions. The function is never
 //! inlined, as [`rare`] is, through which the long-lived and the rare futures of the path go. And a
 //! function below mentions it for [`ImageStorage`].
 //!

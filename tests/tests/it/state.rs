@@ -303,7 +303,8 @@ fn killed_with_usual_state() -> Victim {
     victim
 }
 
-/// Changes of an image that another program has made anew since are no longer missing.
+/// Changes of an image that another program has made anew since are lost: no command can bring them
+/// back.
 #[test]
 fn commands_read_an_image_that_was_replaced_after_its_server_died() {
     require!(need::tools(&["qemu-img"]));
@@ -312,8 +313,23 @@ fn commands_read_an_image_that_was_replaced_after_its_server_died() {
     command(&["convert", image, str(&copy)]).failure("changes are missing that process");
     // The file, its inode and so the state file stay.
     qemu_img(&["create", "-q", "-f", "qcow2", image, "1M"]).success();
-    command(&["convert", image, str(&copy)]).success();
-    assert_eq!(command(&["check", image]).success().stderr, "");
+    for words in [&["convert", image, str(&copy)][..], &["check", image]] {
+        let said = command(words).success().stderr;
+        assert_eq!(said.lines().count(), 1, "{said}");
+        assert!(said.contains("changes are lost that process"), "{said}");
+    }
+    assert_eq!(command(&["check", str(&copy)]).success().stderr, "");
+}
+
+/// The state of a server hides nothing that a later one has left in another directory.
+#[test]
+fn commands_refuse_an_image_whose_last_server_kept_its_state_elsewhere() {
+    let victim = killed_with_usual_state();
+    victim.kill(victim.serve().start());
+    let copy = victim.scratch.path("copy.qcow2");
+    let words = ["convert", str(&victim.image), str(&copy)];
+    command(&words).failure("what was answered last would be lost");
+    assert!(!copy.exists());
 }
 
 #[test]

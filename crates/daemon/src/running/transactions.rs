@@ -99,6 +99,15 @@ struct ReadyBackup {
 }
 
 impl BackupPart {
+    /// The names of the disk that is read, and of the one that is written.
+    fn disks(&self) -> impl Iterator<Item = &str> {
+        let target = match &self.kind {
+            BackupKind::Copied { target, .. } => Some(&**target),
+            BackupKind::Served { .. } => None,
+        };
+        std::iter::once(&*self.job.disk).chain(target)
+    }
+
     /// The synced bitmap, and the one that records changes since the start.
     fn synced(&self, name: &str) -> Option<CopiedBitmap> {
         match &self.kind {
@@ -136,8 +145,11 @@ pub(crate) async fn transact(
     let _claim = running.claims.claim(names.collect::<Vec<_>>()).await;
     let mut ready: Vec<ReadyBackup> = Vec::new();
     for part in backups {
-        if ready.iter().any(|other| other.part.job.disk == part.job.disk) {
-            bail!("the disk {:?} is named twice", part.job.disk);
+        let is_known = |disk: &&str| {
+            ready.iter().flat_map(|other| other.part.disks()).any(|other| other == *disk)
+        };
+        if let Some(disk) = part.disks().find(is_known) {
+            bail!("the disk {disk:?} is named twice");
         }
         let backup = make_ready(running, part, &changes).await?;
         if let Some(bitmap) = backup.part.synced(&backup.name) {

@@ -90,6 +90,9 @@ impl<S: Storage> Disk<S> {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
+        if size == self.size() {
+            return self.flush().await;
+        }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
         rare(self.image().format().size_change().shrink(size)).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);

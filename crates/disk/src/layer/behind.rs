@@ -118,7 +118,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         let (layer, access) = (Arc::clone(last(&backing.layer)), backing.access);
         self.0.format.set_backing_size(layer.size());
         self.0.remembers_chain.store(false, Ordering::Release);
-        layer.remembers_chain.store(true, Ordering::Release);
+        // A chain that was looked up earlier may have a layer that has been left out since.
+        layer.remembers_chain.store(layer.chain.get().is_none(), Ordering::Release);
         // The layer does not count this image: it counts the layer directly above it, which stays
         // open as long as this image.
         let is_counted = AtomicBool::new(false);

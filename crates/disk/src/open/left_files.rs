@@ -9,7 +9,7 @@ use std::fs::remove_file;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::FileKind;
 use blockhouse_storage::ImageStorage;
 
@@ -20,7 +20,7 @@ use super::layer_commit::check_layers;
 use super::lock::lock_for_writing;
 use super::moved_record::forget_moved;
 use super::open_location::{Identity, canonical, identity_of};
-use super::rollback::requests_ended;
+use super::rollback::{give_space_back, requests_ended};
 use crate::disk::FurtherBase;
 use crate::layer::Layer;
 
@@ -134,8 +134,5 @@ fn remove(path: &Path, identity: &Identity, gives_back: bool) -> Result<()> {
     if !gives_back {
         return Ok(());
     }
-    // The disk keeps the file open, so removing it does not free its space.
-    let given_back = rustix::fs::ftruncate(file.descriptor(), 0);
-    given_back
-        .map_err(|error| Error::host("cannot give its space back", error.into()).on(file.name()))
+    give_space_back(&file)
 }

@@ -255,22 +255,24 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     let mut part = record.clone().into_os_string();
     part.push(format!(".{}.new", std::process::id()));
     let part = PathBuf::from(part);
-    let mut options = OpenOptions::new();
-    let file = options.write(true).create_new(true).mode(0o600).open(&part);
-    let mut file = file.map_err(failed)?;
-    let mut write = || {
+    // A killed process with the same number may have left it.
+    let _ = remove_file(&part);
+    let write = || {
+        let mut options = OpenOptions::new();
+        let mut file = options.write(true).create_new(true).mode(0o600).open(&part)?;
         let identity = file_of(image).map(|file| format!("{FILE}{file}")).unwrap_or_default();
         file.write_all(&[MAGIC, moved_to.as_bytes(), identity.as_bytes(), b"\n"].concat())?;
         file.sync_all()
     };
-    let is_missing = |error: io::Error| error.kind() == IoErrorKind::NotFound;
-    let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
+    let made = write();
+    let (is_made, is_missing) = (made.is_ok(), |e: io::Error| e.kind() == IoErrorKind::NotFound);
+    let written = made.map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
     if written.is_err() {
         // The caller reports the first failure. The rename may have happened, but not durably. Then
         // the record is removed, because the disk stays in the image. A record that replaced a
         // valid one stays.
-        let is_renamed = remove_file(&part).is_err_and(is_missing);
-        if is_renamed && !had_effect {
+        let is_part_gone = remove_file(&part).is_err_and(is_missing);
+        if is_made && is_part_gone && !had_effect {
             let _ = remove_file(&record);
         }
     }

@@ -224,10 +224,24 @@ async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStor
         return tracing::info!("{name}: its space is free when the disk is closed");
     }
     for file in overlay.image().layer().format().storage().storage().files() {
-        if let Err(error) = rustix::fs::ftruncate(file.descriptor(), 0) {
-            tracing::warn!("{}: cannot give its space back: {error}", file.name());
+        if let Err(error) = give_space_back(file) {
+            tracing::warn!("{error}");
         }
     }
+}
+
+/// Frees the space of a removed file that is still open, unless the file has another name.
+///
+/// # Errors
+/// The host's; the message names the file.
+pub(super) fn give_space_back(file: &HostFile) -> Result<()> {
+    let is_removed = rustix::fs::fstat(file.descriptor()).map(|status| status.st_nlink == 0);
+    let given_back = match is_removed {
+        Ok(true) => rustix::fs::ftruncate(file.descriptor(), 0),
+        other => other.map(drop),
+    };
+    given_back
+        .map_err(|error| Error::host("cannot give its space back", error.into()).on(file.name()))
 }
 
 /// Waits until no request of a disk is in flight, up to a limit. Returns whether all have ended.

@@ -5,7 +5,7 @@ use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Unmap, errno,
 };
 use blockhouse_disk::{Disk, ImageFormat, Options};
-use blockhouse_format::qcow2::{self, CreateOptions, Preallocation, Qcow2, Switch};
+use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, Fault, Latency, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 const SIZE: u64 = 192 << 10;
@@ -186,30 +186,4 @@ fn a_full_host_is_told_by_enospc_and_survived() {
         Ok(Report { requests: STEPS as u64, failed, ..Report::default() })
     });
     assert!(report.failed > 8 * report.seeds, "{report:?}");
-}
-
-/// The first write into new space of an image without a free cluster reads a few refcounts, not
-/// those of the whole file.
-#[test]
-fn the_first_allocation_in_a_full_image_examines_little() {
-    const FULL: u64 = 64 << 20;
-    let sim = Sim::new(1);
-    let storage = SimDisk::new(&sim, Config::default(), Vec::new());
-    sim.block_on(async move {
-        let (cluster_size, preallocation) = (512, Preallocation::Metadata);
-        let options = CreateOptions { cluster_size, preallocation, ..CreateOptions::new(FULL) };
-        qcow2::create(&storage, &options).await.expect("an image");
-        let open = || Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default());
-        let disk = open().await.expect("a disk");
-        disk.resize(FULL + (1 << 20)).await.expect("room");
-        disk.close().await.expect("nothing fails");
-        let disk = open().await.expect("a disk");
-        let (before, _) = storage.counts();
-        let (mut buffer, durability) = (Buffer::new(512), Durability::None);
-        let write = Request::Write { offset: FULL, from: buffer.lend(), durability };
-        disk.submit(write).await.expect("room");
-        let operations = storage.counts().0 - before;
-        assert!(operations < 30, "{operations} operations for one write");
-        disk.close().await.expect("nothing fails");
-    });
 }

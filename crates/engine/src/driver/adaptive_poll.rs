@@ -44,7 +44,8 @@ const PROBE_ONE_IN: u32 = 8;
 
 /// A loop may waste an eighth of its working time.
 const WASTE_SHARE: u64 = 8;
-/// The maximum budget of wasted time that a loop accumulates, in nanoseconds.
+/// The maximum budget of wasted time that a loop accumulates, in nanoseconds, unless one poll may
+/// take longer.
 const MAX_BUDGET: u64 = 1_000_000;
 
 /// The source of an event: an index of the table of estimates.
@@ -125,7 +126,7 @@ impl PollGovernor {
             last: EventSource::MESSAGE,
             waiting_after: EventSource::MESSAGE,
             declined: 0,
-            budget: MAX_BUDGET,
+            budget: MAX_BUDGET.max(max_poll_time),
             works_since: None,
         }
     }
@@ -163,7 +164,8 @@ impl PollGovernor {
 
     fn refill(&mut self, now: Timestamp) {
         let worked = self.works_since.replace(now).map_or(0, |then| now.nanoseconds_since(then));
-        self.budget = self.budget.saturating_add(worked / WASTE_SHARE).min(MAX_BUDGET);
+        let max_budget = MAX_BUDGET.max(self.max_poll_time);
+        self.budget = self.budget.saturating_add(worked / WASTE_SHARE).min(max_budget);
     }
 
     /// Updates the estimate after a wait with [`poll_time`](Self::poll_time): the next event came

@@ -5,6 +5,7 @@
 //! fails, the old set stays in use.
 
 use std::collections::HashMap;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -209,7 +210,9 @@ fn use_certificates(
     let file = |name: &str| folder.join(name);
     let (authority, revoked) = (file("ca-cert.pem"), file("ca-crl.pem"));
     use_identity(builder, &file("server-cert.pem"), &file("server-key.pem"))?;
-    if !authority.exists() {
+    // A file that cannot be read is an error below: it must not admit every client.
+    let looked_up = authority.symlink_metadata();
+    if looked_up.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
         return if revoked.exists() {
             Err(file_error(&authority, "is missing, but there is a ca-crl.pem beside it"))
         } else {

@@ -132,7 +132,9 @@ impl RbdStorage {
 
     /// Sets the size. The caller must hold the lock `resizing`.
     async fn set_size(&self, size: u64) -> Result<()> {
-        let resize = move |image: &connection::Image| image.resize(size);
+        // An earlier call that was dropped may take effect late: a growth never shrinks the image.
+        let may_shrink = size < self.size();
+        let resize = move |image: &connection::Image| image.resize(size, may_shrink);
         self.connection.run_blocking("cannot change the size", resize).await?;
         self.size.store(size, Ordering::Release);
         Ok(())

@@ -8,7 +8,7 @@ use super::lost_session::{refuse_lost_session, warn_of_lost_session};
 use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
 use crate::open::lock::is_being_written;
-use crate::state::StateDir;
+use crate::state::{StateDir, StateFile};
 
 /// Answered changes that are not in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,9 +33,7 @@ impl StoredImage {
         let Some(file) = self.file() else { return Ok(None) };
         let Some(found) = find_state(file, Some(dir))? else { return Ok(None) };
         let changes = found.changes();
-        let is_outdated =
-            || self.format().redo().is_some_and(|redo| redo.is_outdated(&*found.log()));
-        if changes == 0 || is_being_written(file) || is_outdated() {
+        if changes == 0 || is_being_written(file) || is_outdated(self, &found) {
             return Ok(None);
         }
         let process = found.page().owner().process;
@@ -56,6 +54,7 @@ impl StoredImage {
 /// # Errors
 /// As [`refuse_pending`] and [`refuse_lost_session`].
 pub(crate) fn check_nothing_pending(disk: &StoredImage, uses: &StateUse) -> Result<()> {
+    warn_of_outdated(disk, uses.directory());
     match uses {
         StateUse::Off => {}
         StateUse::Look(_) => warn_of_pending(disk, uses),
@@ -101,8 +100,31 @@ fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
 /// Whether no server has the image open and the state directory has no state of it.
 fn may_lack_changes(disk: &StoredImage, uses: &StateUse) -> bool {
     let Some(file) = disk.file() else { return false };
-    let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());
+    let found = find_state(file, uses.directory()).ok().flatten();
+    let has_state = found.is_some_and(|found| !is_outdated(disk, &found));
     !has_state && !is_being_written(file)
+}
+
+/// Whether another program has opened the image for writing since the process died that left this
+/// state. An opening for writing refuses such a log, and what a later server of the image has left
+/// is elsewhere.
+fn is_outdated(disk: &StoredImage, state: &StateFile) -> bool {
+    disk.format().redo().is_some_and(|redo| redo.is_outdated(&*state.log()))
+}
+
+/// Warns if the image lacks answered changes for good, because their log is outdated.
+fn warn_of_outdated(disk: &StoredImage, dir: Option<&StateDir>) {
+    let Some(file) = disk.file() else { return };
+    let Ok(Some(found)) = find_state(file, dir) else { return };
+    let changes = found.changes();
+    if changes > 0 && !is_being_written(file) && is_outdated(disk, &found) {
+        tracing::warn!(
+            "{}: {changes} changes are lost that process {} had answered before it died: another program has opened the              image for writing since (they are in {})",
+            disk.name(),
+            found.page().owner().process,
+            found.path()
+        );
+    }
 }
 
 /// Fails for an image that lacks acknowledged changes of its server, because they cannot be

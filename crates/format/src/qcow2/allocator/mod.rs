@@ -15,8 +15,8 @@
 //!
 //! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; the space
 //!    that the file had when the image was opened, which a cursor scans once; clusters that were
-//!    prepared for durable writes (`prepared`); the end of the file. So no allocation examines more
-//!    than a few refcount slices.
+//!    prepared for durable writes (`prepared`); the end of the file. One attempt examines a few
+//!    refcount slices. Each slice that must be read first begins another attempt.
 //! 2. Metadata at the end of the file ([`Allocator::allocate_at_end`]) and L2 tables get clusters
 //!    from the *reserve*: space that the host has allocated already, so a writeback never fails
 //!    with ENOSPC. If the file cannot be extended, the reserve consists of contiguous clusters
@@ -61,8 +61,8 @@ use prepared::Prepared;
 use reserve::Reserve;
 use rows::RowSearch;
 
-/// Maximum number of refcount slices that one allocation examines before it uses the end of the
-/// file, unless extending the storage failed.
+/// Maximum number of refcount slices that one attempt examines before it uses the end of the file,
+/// unless extending the storage failed.
 const SLICES_PER_ALLOCATION: u32 = 4;
 
 /// The result of an allocation for data.
@@ -86,9 +86,6 @@ pub(crate) struct Allocator {
     rows: RowSearch,
     pub(crate) frees: DeferredFrees,
     quarantined: HashSet<u64>,
-    /// Refcount slices that the current allocation has examined. An allocation begins again for
-    /// each slice that must be read first.
-    examined: u32,
     /// Offset for the next compressed data: the end of the last compressed data, whose cluster is
     /// in use.
     free_byte_offset: Option<u64>,
@@ -105,7 +102,6 @@ impl Allocator {
             rows: RowSearch::default(),
             frees: DeferredFrees::new(min_waiting),
             quarantined: HashSet::new(),
-            examined: 0,
             free_byte_offset: None,
         }
     }
@@ -136,12 +132,7 @@ impl Allocator {
         limit: u64,
         ahead: u64,
     ) -> Step<Allocated> {
-        let allocated = self.find_clusters(tables, limit, ahead)?;
-        self.examined = 0;
-        Ok(allocated)
-    }
-
-    fn find_clusters(&mut self, tables: &mut Tables, limit: u64, ahead: u64) -> Step<Allocated> {
+        let mut slices = SLICES_PER_ALLOCATION;
         loop {
             let unscanned = self.space.unscanned();
             // A request could not write to clusters past the host's limit, so such clusters are the
@@ -163,21 +154,17 @@ impl Allocator {
                         self.space.take_from_run(start, 1);
                     }
                 }
-            } else if !unscanned.is_empty()
-                && (self.examined < SLICES_PER_ALLOCATION || self.space.limit().is_some())
-            {
+            } else if !unscanned.is_empty() && (slices > 0 || self.space.limit().is_some()) {
+                slices = slices.saturating_sub(1);
                 let cursor = unscanned.start;
                 match tables.refcounts().scan(cursor, limit.min(unscanned.end - cursor))? {
                     Scan::Free(clusters) => {
                         self.space.advance_cursor(clusters.end);
                         return Allocated::unprepared(tables, clusters);
                     }
-                    Scan::Allocated(count) => {
-                        self.space.advance_cursor(cursor + count);
-                        self.examined = self.examined.saturating_add(1);
-                    }
+                    Scan::Allocated(count) => self.space.advance_cursor(cursor + count),
                     // A gap in the middle of the file gets no refcount block of its own.
-                    Scan::NoRefcountBlock => pass_uncounted(&mut self.space, tables, cursor),
+                    Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
                 }
             } else if let Some(clusters) = self.scan_prepared(tables, limit + ahead)? {
                 let clusters = mark_allocated(tables, clusters)?;
@@ -210,6 +197,29 @@ impl Allocator {
     /// failed.
     fn host_limit(&self, geometry: Geometry) -> u64 {
         self.space.limit().map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
+    }
+
+    /// Moves the cursor from `cluster`, which no refcount block covers, to the first cluster of the
+    /// next block. All calls together read the refcount table once.
+    fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
+        let geometry = tables.geometry();
+        let index = geometry.refcount_index(cluster).table_index;
+        let blocks = tables.refcount_table().words().get(index as usize..).unwrap_or_default();
+        if let Some(gap) = blocks.iter().position(|&word| word != 0) {
+            self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
+            return;
+        }
+        // No refcount block covers clusters from here on, for example on a block device after the
+        // last cluster in use. The cursor skips active tables that lie there.
+        let last = tables.active.iter().filter(|&&table| table >= cluster).max();
+        let in_block = geometry.block_refcounts();
+        let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
+        if self.space.unscanned().contains(&start) {
+            self.space.end_scan_at(start);
+            tables.file.lower(start);
+        } else {
+            self.space.advance_cursor(start);
+        }
     }
 
     /// Decrements the refcount of a cluster after the removal of a reference to it is durable. A
@@ -360,29 +370,6 @@ impl Allocator {
     /// Whether the writes in flight extend the file.
     pub(crate) fn is_growing(&self, tables: &Tables) -> bool {
         self.space.written_end() < tables.file.end()
-    }
-}
-
-/// Moves the cursor from `cluster`, which no refcount block covers, to the first cluster of the
-/// next block. All calls together read the refcount table once.
-fn pass_uncounted(space: &mut FreeSpace, tables: &mut Tables, cluster: u64) {
-    let geometry = tables.geometry();
-    let index = geometry.refcount_index(cluster).table_index;
-    let blocks = tables.refcount_table().words().get(index as usize..).unwrap_or_default();
-    if let Some(gap) = blocks.iter().position(|&word| word != 0) {
-        space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
-        return;
-    }
-    // No refcount block covers clusters from here on, for example on a block device after the
-    // last cluster in use. The cursor skips active tables that lie there.
-    let last = tables.active.iter().filter(|&&table| table >= cluster).max();
-    let in_block = geometry.block_refcounts();
-    let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
-    if space.unscanned().contains(&start) {
-        space.end_scan_at(start);
-        tables.file.lower(start);
-    } else {
-        space.advance_cursor(start);
     }
 }
 

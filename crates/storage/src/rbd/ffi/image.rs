@@ -124,14 +124,15 @@ impl<W: Waiter> Image<W> {
         Ok(size)
     }
 
-    /// Sets the size of the image, which grows or shrinks.
-    pub(crate) fn resize(&self, size: u64) -> io::Result<()> {
+    /// Sets the size of the image. Fails if that makes the image shorter, unless `may_shrink`.
+    pub(crate) fn resize(&self, size: u64, may_shrink: bool) -> io::Result<()> {
         unsafe extern "C" fn go_on(_done: u64, _total: u64, _argument: Handle) -> c_int {
             0
         }
         // SAFETY: the callback needs no argument.
-        let code =
-            unsafe { (self.rbd().rbd_resize2)(self.handle, size, true, go_on, ptr::null_mut()) };
+        let code = unsafe {
+            (self.rbd().rbd_resize2)(self.handle, size, may_shrink, go_on, ptr::null_mut())
+        };
         check(code).map(drop)
     }
 
