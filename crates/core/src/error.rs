@@ -47,9 +47,9 @@ pub enum ErrorKind {
     InvalidInput,
     /// A write reaches past the end of the disk.
     PastEnd,
-    /// The host has no space left for the data.
+    /// The host has no space left for the data, or a quota or the maximum file size is reached.
     NoSpace,
-    /// A write to an image or disk that is read-only.
+    /// A write to a read-only image or disk, or EPERM, EACCES or EROFS from the host.
     ReadOnly,
     /// The storage, kernel or format cannot do this; nothing was changed.
     Unsupported,
@@ -147,9 +147,9 @@ impl Error {
         self
     }
 
-    /// Whether the host or the image is at fault, not the request, so that the operator should be
-    /// notified. EROFS and EPERM from the host are such failures, because a file system may become
-    /// read-only, for instance after an error of its disk.
+    /// Whether the host or the image caused the failure, and not the request. The operator should
+    /// be notified of such a failure. EROFS and EPERM from the host are such failures, because a
+    /// file system may become read-only, for instance after an error of its disk.
     pub fn is_host_failure(&self) -> bool {
         match self.kind() {
             ErrorKind::ReadOnly => self.0.source.is_some(),
@@ -190,8 +190,8 @@ impl Error {
         self.0.errno
     }
 
-    /// The same failure again, for each of several callers that wait for one outcome. The source is
-    /// reduced to its text.
+    /// A copy of the error, for callers that share one outcome. The copy has only the text of the
+    /// source.
     pub fn duplicate(&self) -> Self {
         let detail = &self.0;
         Self(Box::new(Detail {

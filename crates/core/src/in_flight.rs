@@ -34,7 +34,7 @@ pub struct InFlightLimits {
 
 impl InFlightLimits {
     /// 32 MiB a request (what an NBD client may assume without negotiation), 128 requests, 64 MiB
-    /// in all, and turns of 50 microseconds: about what a loop spends on a batch of short requests.
+    /// in all. Turns of 50 microseconds: about the time of a loop for a batch of short requests.
     pub const DEFAULT: Self = Self {
         request_bytes: 32 << 20,
         requests: 128,
@@ -116,8 +116,8 @@ impl ReleaseInFlight for InFlight {
     }
 }
 
-/// Requests and bytes that a party has in flight. Dropping it returns them to the counter `C`
-/// points to.
+/// Requests and bytes that a party has in flight. A drop of the permit returns both to the counter
+/// to which `C` points.
 #[derive(Debug)]
 pub struct InFlightPermit<C>
 where

@@ -13,7 +13,7 @@ use crate::{ByteRange, Durability, IoVector};
 /// let mut buffer = Buffer::try_new(512)?;
 /// // FUA: when it completes, the bytes are on stable storage.
 /// let write = Request::Write { offset: 1024, from: buffer.lend(), durability: Durability::Data };
-/// // Zeros that give their space back; written as data where nothing quicker exists.
+/// // Zeros whose space may be freed; written as data if no quicker way exists.
 /// let zeros = Request::WriteZeroes {
 ///     range: ByteRange::between(4096, 65536),
 ///     unmap: Unmap::Allowed,
@@ -29,14 +29,14 @@ pub enum Request {
     Read {
         /// First byte of the disk.
         offset: u64,
-        /// Target of the bytes; its length is the request's length.
+        /// Target of the bytes. The length of `into` is the request's length.
         into: IoVector,
     },
     /// Store the bytes of `from` from `offset` on.
     Write {
         /// First byte of the disk.
         offset: u64,
-        /// The bytes; its length is the request's length.
+        /// The bytes. The length of `from` is the request's length.
         from: IoVector,
         /// The data that must be stable on completion.
         durability: Durability,

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How many words are reserved from the start (32 KiB); in shorter memory, all of them.
+/// The number of words that are reserved from the start (32 KiB); in shorter memory, all words.
 pub const RESERVED_WORDS: usize = 4096;
 
 /// Memory of 64-bit words that outlives the process which stores them.
@@ -40,13 +40,14 @@ pub trait StateMemory: Send + Sync {
     /// When `index` is not less than [`words`](Self::words).
     fn store(&self, index: usize, value: u64);
 
-    /// Makes the host allocate the first `words` words, at most as many as there are. Stored words
-    /// keep their value. `false` on ENOMEM: then nothing has changed. May make a system call.
+    /// Makes the host allocate the first `words` words; `words` is at most
+    /// [`words`](Self::words). Stored words keep their value. `false` on ENOMEM: then nothing has
+    /// changed. May make a system call.
     fn reserve(&self, words: usize) -> bool;
 
-    /// Frees the memory beyond the first `words` words, at least [`RESERVED_WORDS`]. The freed
-    /// words then read as zeros or as before, and must be reserved again before stores. May make a
-    /// system call.
+    /// Frees the memory beyond the first `words` words; `words` is at least [`RESERVED_WORDS`]. The
+    /// freed words then read as zeros or as before, and must be reserved again before stores. May
+    /// make a system call.
     fn release(&self, words: usize);
 }
 

@@ -50,8 +50,8 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
         }
     }
 
-    /// Refuses `backing` as the backing file if this image has recorded properties that do not
-    /// match it.
+    /// Refuses `backing` as the backing file if `backing` does not match the properties that this
+    /// image has recorded.
     ///
     /// # Errors
     /// `Corrupt` if `backing` was changed since the image was made, `InvalidInput` if it has
@@ -99,7 +99,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
         self.format.qcow2()?.facts().data_file.as_ref()
     }
 
-    /// The mark that the side file has of its raw image.
+    /// The mark of the raw image in the header of its side file.
     pub fn data_file_mark(&self) -> Option<DataFileMark> {
         self.format.qcow2()?.header().data_file_mark()
     }

@@ -28,7 +28,7 @@ impl From<OpenOptions> for qcow2::OpenOptions {
 
 impl<S: Storage> Format<S> {
     /// Opens the image in `storage`. If the image names a backing file, the caller reads from that
-    /// file; if the image names a data file, it is complete only after
+    /// file. If the image names a data file, the caller attaches that file by
     /// [`with_data`](Self::with_data).
     ///
     /// # Errors
@@ -39,8 +39,8 @@ impl<S: Storage> Format<S> {
     }
 
     /// As [`open`](Self::open), for an image whose `log` will be
-    /// [replayed](qcow2::ImageRedo::replay): metadata that opening itself writes is not placed in
-    /// host clusters to which the log refers.
+    /// [replayed](qcow2::ImageRedo::replay): `open_before_replay` places no metadata in host
+    /// clusters to which the log refers.
     ///
     /// # Errors
     /// As [`open`](Self::open).

@@ -4,7 +4,8 @@
 //! time of its requests grows. So the pace depends on that time. In each cycle the copier rests for
 //! one window, in which the time of the guest's reads and writes without copies is measured. In the
 //! other windows the time with copies is compared with it, and the rate is raised or lowered. A
-//! disk without requests is copied without a limit. The user's limit applies if it is lower.
+//! disk with fewer than `MIN_REQUESTS` requests in a window is copied without a limit. The user's
+//! limit applies if it is lower.
 //!
 //! Guarantee: outside of rests, the rate of the pace is never less than `MIN_RATE`, so a job ends
 //! under any load.

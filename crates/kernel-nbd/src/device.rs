@@ -116,9 +116,9 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
         None if how == Detach::UnusedOfAny => Found::Unknown,
         None => return Err(Error::Foreign(number)),
     };
-    // The disconnect fails requests in flight. So the device is held, to prevent other uses
-    // meanwhile, and flushed, for programs that have it open. A forced detach does not wait for
-    // that.
+    // Requests in flight fail at the disconnect. So the device is first held, to prevent new uses,
+    // and flushed, for programs that have it open. A forced detach neither holds nor flushes the
+    // device.
     let _held = match (how, &server) {
         // Opening the device of a server that has ended may block until it is disconnected.
         (Detach::Forced, _) | (_, Found::Ended) => None,

@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// More bytes than any answer has.
 const ANSWER_BYTES: usize = 16 << 10;
 
-/// `GENL_ID_CTRL`, `CTRL_CMD_GETFAMILY` and the attributes of that.
+/// `GENL_ID_CTRL`, `CTRL_CMD_GETFAMILY` and the attributes of that command.
 const CONTROLLER: u16 = 0x10;
 const GET_FAMILY: u8 = 3;
 const FAMILY_ID: u16 = 1;
@@ -105,8 +105,8 @@ impl Driver {
         number.ok_or_else(|| io::Error::other("the kernel does not name the device"))
     }
 
-    /// Disconnects a device: requests in flight and later ones fail. A flush before this call
-    /// completes the requests that it covers.
+    /// Disconnects a device: requests in flight and later ones fail. Writes that a flush has made
+    /// durable before this call are not affected.
     ///
     /// # Errors
     /// The kernel's.

@@ -1,8 +1,8 @@
 //! The handshake phase: magic numbers, options, option replies.
 
-/// The first eight bytes of a server ("NBDMAGIC").
+/// The first eight bytes that a server sends ("NBDMAGIC").
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// The magic after them, and at the start of every option ("IHAVEOPT").
+/// The magic after [`INIT_MAGIC`], and at the start of every option ("IHAVEOPT").
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
 /// The magic of every reply to an option.
 pub const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
@@ -71,7 +71,7 @@ impl ClientOption {
     }
 }
 
-/// The type of a reply to an option ("Option reply types"). Those above 2^31 are errors.
+/// The type of a reply to an option ("Option reply types"). Types above 2^31 are errors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum ReplyType {
@@ -83,7 +83,7 @@ pub enum ReplyType {
     Info = 3,
     /// A metadata context.
     MetaContext = 4,
-    /// The option is unknown here.
+    /// The server does not know or does not support the option.
     ErrUnsup = (1 << 31) + 1,
     /// The server does not allow the option.
     ErrPolicy = (1 << 31) + 2,

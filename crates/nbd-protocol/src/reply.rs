@@ -1,6 +1,6 @@
 //! Replies of the transmission phase: simple, structured, extended.
 //!
-//! Every function encodes at the start of a slice and returns how many bytes that took. A reply
+//! Each encoder writes at the start of a slice and returns the number of bytes written. A reply
 //! with a payload is its head followed directly by the payload, so that both are sent from one
 //! buffer.
 
@@ -30,7 +30,7 @@ pub const DONE: u16 = 1;
 
 /// The chunk types.
 pub mod chunk {
-    /// Nothing more: the request succeeded.
+    /// No payload. As the only chunk of a reply: the request succeeded.
     pub const NONE: u16 = 0;
     /// Bytes of the export.
     pub const OFFSET_DATA: u16 = 1;
@@ -46,7 +46,7 @@ pub mod chunk {
     pub const ERROR_BIT: u16 = 1 << 15;
 }
 
-/// Which request a reply belongs to.
+/// The request that a reply belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplyTo {
     /// The client's identifier of the request.
@@ -91,7 +91,7 @@ fn encode_simple(out: &mut [u8], cookie: u64, error: u32) -> usize {
     SIMPLE_LENGTH
 }
 
-/// Whether a success without a payload must, or may, be a chunk.
+/// The form of a success without a payload if structured replies were negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SuccessForm {
     /// The reply to a READ: never simple once structured replies were negotiated.
@@ -135,7 +135,7 @@ pub fn encode_error(
     head + length
 }
 
-/// How many bytes stand before the data of a successful READ.
+/// The number of bytes before the data of a successful READ.
 pub const fn read_head_length(framing: Framing) -> usize {
     match framing {
         Framing::Simple => SIMPLE_LENGTH,
@@ -155,7 +155,7 @@ pub fn encode_read_head(out: &mut [u8], framing: Framing, to: ReplyTo, length: u
     head + 8
 }
 
-/// How many bytes stand before the descriptors of a block status reply.
+/// The number of bytes before the descriptors of one chunk of a block status reply.
 pub const fn status_head_length(framing: Framing) -> usize {
     match framing {
         Framing::Simple | Framing::Structured => STRUCTURED_LENGTH + 4,

@@ -20,7 +20,7 @@ use crate::{DEFAULT_PORT, MAX_STRING};
 const ENCODED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
 
-/// Characters that are percent-encoded in a host: the slash, too.
+/// Characters that are percent-encoded in a host: those of [`ENCODED`], and the slash.
 const ENCODED_HOST: &AsciiSet = &ENCODED.add(b'/');
 
 /// An export and the address of its server.
@@ -139,7 +139,7 @@ fn parse(text: &str) -> Result<(NbdUri, Beside<'_>), String> {
     Ok((NbdUri { security, address, export: export(uri.path)? }, Beside { user: uri.user, tls }))
 }
 
-/// The scheme (RFC 3986, section 3.1) and what follows its colon.
+/// The scheme (RFC 3986, section 3.1) and the text after its colon.
 fn split_scheme(text: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = text.split_once(':')?;
     let in_scheme = |byte: u8| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte);

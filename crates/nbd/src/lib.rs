@@ -48,9 +48,9 @@
 //! ```
 //!
 //! [`proto`], [`handshake`], [`command`], [`status_payload`] and [`uri`] parse and encode bytes,
-//! and do no I/O. The [`Server`] and the transmission phase use these modules. They turn commands
-//! into requests for a [`Disk`](blockhouse_disk::Disk), so they know no image format, and of the
-//! engine only sockets and event loops.
+//! and do no I/O. The [`Server`] and the transmission phase use these modules, and turn commands
+//! into requests for a [`Disk`](blockhouse_disk::Disk). So this crate knows no image format, and of
+//! the engine only sockets and event loops.
 #![forbid(unsafe_code)]
 
 mod bitmap;

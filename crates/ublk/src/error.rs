@@ -35,7 +35,7 @@ pub enum Error {
         /// The driver's answer.
         cause: io::Error,
     },
-    /// The driver compares the server's process ID in the initial PID namespace.
+    /// The server runs in a PID namespace. The driver compares process IDs of the initial one.
     #[error(
         "cannot {what} /dev/ublkb{id}: {cause}; Linux 6.16 and later serve no device from a PID namespace: run the \
          server in the host's (--pid=host of a container)"

@@ -2,7 +2,8 @@
 //! limits, its write cache.
 //!
 //! The kernel gets the true state of the write cache: none if writes are stable when they complete,
-//! otherwise a volatile one with FUA. The physical block size tells it which requests are cheaper.
+//! otherwise a volatile one with FUA. From the physical block size the kernel learns which requests
+//! are cheaper.
 
 use blockhouse_core::{Durability, Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};
@@ -40,7 +41,7 @@ pub(crate) struct Parameters {
     discard_granularity: u64,
     /// Maximum bytes of a request with data.
     max_io_bytes: u32,
-    /// Whether discards do anything.
+    /// Whether the disk executes discards.
     discard: Offload,
 }
 

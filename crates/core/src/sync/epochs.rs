@@ -1,8 +1,9 @@
 //! Waiting for the operations that are in flight now, and not for those that begin later.
 //!
 //! Each operation holds an [`EpochGuard`]. [`Epochs::synchronize`] waits until every guard that
-//! existed when it was called is dropped. Guards taken meanwhile do not delay it, so it ends
-//! however busy the system is. Linux has the same as SRCU (`srcu_read_lock`, `synchronize_srcu`).
+//! existed when it was called is dropped. Guards taken after the call has switched the epoch do
+//! not delay the call, so the call ends under any load. Linux has the same as SRCU
+//! (`srcu_read_lock`, `synchronize_srcu`).
 //!
 //! How it works:
 //!

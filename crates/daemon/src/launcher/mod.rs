@@ -83,7 +83,7 @@ impl Launcher {
     /// `None` means the first program of the rules, or this server's own program if there is none.
     ///
     /// # Errors
-    /// It cannot be started, or the rules forbid it.
+    /// The program cannot be started, or the rules forbid it.
     pub(crate) fn launch(&self, binary: Option<&Path>, stdin: OwnedFd) -> Result<Launched> {
         let binary = binary.map(|path| path.as_os_str().as_bytes().to_vec());
         match self.ask(&Request::Start { binary }, Some(stdin))? {

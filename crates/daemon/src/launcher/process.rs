@@ -25,8 +25,8 @@ use crate::process::stdin::take_stdin;
 /// # Errors
 /// Standard input is not such a socket, or an invalid message was received.
 pub fn run() -> Result<()> {
-    // These signals are meant for the server. They get a handler and are not ignored, because the
-    // programs started would inherit SIG_IGN.
+    // Signals for the server also reach this process. The launcher handles them without effect and
+    // does not ignore them, because a program that it starts would inherit SIG_IGN.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default()).context("cannot watch for signals")?;
     }

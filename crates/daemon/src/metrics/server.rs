@@ -4,9 +4,9 @@
 //! Guarantees: at most [`MAX_CLIENTS`] clients at once, each with one request and one answer, for
 //! [`TIMEOUT`] each. A further client replaces the oldest client that has not sent its request; or
 //! else the oldest client that has not received its answer, if it is older than [`GRACE`]. So
-//! silent and slow clients cannot block a scrape for longer than that. If there is no such client,
-//! the further one is disconnected. At most [`MAX_STREAMS`] clients read a stream, so that scrapes
-//! can connect.
+//! silent and slow clients block a scrape for [`GRACE`] at most. If there is no such client, the
+//! further one is disconnected. At most [`MAX_STREAMS`] clients read a stream, so that scrapes can
+//! connect.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -82,8 +82,8 @@ impl MetricsServer {
                     Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
                 }
                 // The service manager may still keep the earlier process's socket, which then
-                // listens. It accepts this message only after the earlier process has told it the
-                // new main process.
+                // listens. The manager accepts this message only after the earlier process has told
+                // it the new main process.
                 kept_sockets::give_up_left(&address.address());
                 sleep(RETRY_DELAY).await;
             }

@@ -85,7 +85,7 @@ pub(crate) fn keep(bound: &BoundSocket) {
     }
 }
 
-/// Removes a socket at which nothing is served from the store. Dropping `file` then removes the
+/// Removes from the store a socket at which nothing is served. Dropping `file` then removes the
 /// socket's file.
 pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
     let name = name_of(address, file.and_then(SocketFile::identity));

@@ -58,8 +58,9 @@ impl RunningDisk {
         *self.configured.lock() = Some(options);
     }
 
-    /// Whether the disk stays open if the configuration has the options `new` for it in the place
-    /// of `old`: both open it in the same way, but `new` may name the image that it goes on in.
+    /// Whether the disk stays open if the configuration replaces its options `old` by `new`. Both
+    /// must open it in the same way, but `new` may name the image that has replaced the disk's
+    /// image.
     pub(super) fn stays_open(&self, old: &DiskConfig, new: &DiskConfig) -> bool {
         // A backing file that is left out would be missing at the next start.
         let is_whole = !new.without_backing && !new.no_references;

@@ -95,7 +95,8 @@ impl ExportList {
             exports.add(export(name.clone(), disk, options.clone()))?;
         }
         let listener = Listener::new(socket).context("cannot use the socket")?;
-        // The server numbers sockets in the order of its tasks. The lock keeps `number` the same.
+        // The server numbers sockets in the order in which their tasks are spawned. The lock makes
+        // `number` follow the same order.
         let mut list = self.state.lock();
         self.accept(listener.clone(), exports.clone(), connections);
         for SocketOffer { name, disk, options } in offers {
@@ -271,7 +272,8 @@ impl ExportList {
         Ok(())
     }
 
-    /// Removes the files of all sockets. The tasks that accept clients run until the server ends.
+    /// Removes the files of all sockets, except of sockets that the service manager keeps. The
+    /// tasks that accept clients run until the server ends.
     pub(crate) fn forget_sockets(&self) {
         let sockets = std::mem::take(&mut self.state.lock().sockets);
         drop(sockets);

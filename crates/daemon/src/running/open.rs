@@ -17,8 +17,9 @@ use futures_util::stream::{self, StreamExt};
 /// because each open waits for the host's storage more than once.
 const MAX_OPENINGS: usize = 32;
 
-/// The use of the state that outlives the server, which will run as `user`. A requested directory
-/// must be usable. Without the default directory the server warns of the consequences.
+/// The use of the state that outlives the server, which will run as `user`. A directory that the
+/// operator requests must be usable. Without the default directory the server warns that no state
+/// is kept.
 ///
 /// # Errors
 /// The directory cannot be used.

@@ -73,7 +73,7 @@ impl ClosedDisk {
         self.setup.name()
     }
 
-    /// The limits that it had. A group that has other members keeps those that it has now.
+    /// The limits that the disk had. A group with other members keeps its present limits.
     fn limits(&self, running: &Running) -> LimitsConfig {
         let group = self.setup.limits.group.clone();
         let joins = LimitsConfig { group, ..LimitsConfig::default() };
@@ -81,8 +81,9 @@ impl ClosedDisk {
         if has_members { joins } else { self.setup.limits.clone() }
     }
 
-    /// Opens the disk with the options `new` of the file, of which `wanted` are all. Limits, access
-    /// and exports that requests have set stay, unless the file has changed them, too.
+    /// Opens the disk with its options `new` of the file; `wanted` has the options of all disks.
+    /// Limits, access and exports that requests have set stay, unless the file has changed them,
+    /// too.
     ///
     /// # Errors
     /// The disk cannot be opened.
@@ -101,8 +102,8 @@ impl ClosedDisk {
         if new.threshold == old.threshold {
             setup.threshold = self.setup.threshold;
         }
-        // A request has given the export at an address of the file other options, or has added an
-        // address that the file has for no disk.
+        // An export stays if a request has given it other options at an address of the file, or has
+        // added it at an address that the file has for no disk and had not for this disk.
         let requested = self.exports.iter().filter(|RunningExport { address, options, .. }| {
             match new.exports.contains(address) {
                 true => *options != ExportOptions::default(),
@@ -203,8 +204,8 @@ fn known_by_address(running: &Running, mut disks: Vec<DiskConfig>) -> Vec<DiskCo
     disks
 }
 
-/// The open disk that has these options without being opened again, and the options that the file
-/// had for it.
+/// The open disk that can have the options `new` without being opened again, and the options that
+/// the file had for it.
 fn staying(running: &Running, new: &DiskConfig) -> Option<(Arc<RunningDisk>, DiskConfig)> {
     let open = running.disks.find(new.name())?;
     let old = open.configured()?;
@@ -228,8 +229,8 @@ fn opening_order<'a>(wanted: &'a [DiskConfig], closed: &[ClosedDisk]) -> Vec<&'a
     order
 }
 
-/// Closes the disks that are not wanted, or wanted with other options. Returns those that are
-/// wanted, also those that were lost before.
+/// Closes the disks that are not wanted, or wanted with other options. Returns the closed disks
+/// that are wanted, including disks that an earlier reload has lost.
 async fn close_changed(
     running: &Running,
     wanted: &[DiskConfig],

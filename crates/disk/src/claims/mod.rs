@@ -1,11 +1,10 @@
 //! The tracker of changes in flight: it orders the overlaps that must be ordered, and no others.
 //!
 //! An unaligned write reads the blocks at its edges, changes some of their bytes and writes them
-//! back. If another write to the same blocks happened meanwhile, it would be undone. So an
-//! unaligned write excludes every other write from the blocks that it touches: it starts after the
-//! writes in flight to these blocks, and holds off later writes. Aligned writes share: two aligned
-//! writes never wait for each other, even if they overlap (their order is up to the guest). Reads
-//! are not tracked.
+//! back. This would undo another write to the same blocks meanwhile. So an unaligned write excludes
+//! every other write from the blocks that it touches: it starts after the writes in flight to these
+//! blocks, and holds off later writes. Aligned writes share: two aligned writes never wait for each
+//! other, even if they overlap (their order is up to the guest). Reads are not tracked.
 //!
 //! A claim is granted after all earlier claims that conflict with it have ended, so each claim is
 //! granted in the end. A claim is dropped when the operation has ended. The operation may end after
@@ -29,7 +28,7 @@ use self::conflicts::{ClaimId, Claims};
 
 mod conflicts;
 
-/// All claims of a disk.
+/// All claims of one kind on a layer: changes, or fetches from the backing file.
 #[derive(Default)]
 pub(crate) struct Tracker(Mutex<Claims>);
 

@@ -79,7 +79,7 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for a larger size, one that is no multiple of 512, or an image of
-    /// qcow2 version 2 with snapshots; or storage errors.
+    /// qcow2 version 2 with snapshots; `Io` if requests in flight take too long; storage errors.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         self.check_writable()?;
         let _change = Resize(self).begin().await?;

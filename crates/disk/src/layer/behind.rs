@@ -28,7 +28,7 @@ impl<S: Storage> Layer<S> {
         self.behind.now().map(|backing| last(&backing.layer))
     }
 
-    /// The backing file of a layer with unallocated clusters, which must have one.
+    /// The backing file of this layer, for an unallocated cluster; an error if there is none.
     pub(super) fn backing(&self) -> Result<&Arc<Self>> {
         self.backing_layer().ok_or_else(|| {
             let what = "the image needs its backing file, which was not opened with it";
@@ -77,7 +77,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     /// only.
     pub(crate) fn set(self, layer: Arc<Layer<S>>, access: Access) {
         self.0.format.set_backing_size(layer.size());
-        // The chain of `layer` is a part of this layer's chain.
+        // The chain of `layer` is a part of this layer's chain, so only this layer remembers it.
         layer.remembers_chain.store(false, Ordering::Release);
         layer.stands.enter();
         let next = OnceLock::new();
@@ -94,8 +94,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     /// Replaces the backing file by `backing`, another opening of the same file that may write to
     /// it. Reads in flight may use the older one.
     pub(crate) fn replace(self, backing: Arc<Layer<S>>) {
-        // A read is sure to see this only if it begins after the reads in flight have ended. The
-        // base remembers its own chain.
+        // A read that begins before the reads in flight have ended may not see this store. The base
+        // remembers its own chain.
         self.0.remembers_chain.store(false, Ordering::Release);
         match self.0.backing_layer() {
             // The last opening of the file has no successor yet.
@@ -156,7 +156,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         }
     }
 
-    /// The backing file of this layer, in the first opening of its file, and its access.
+    /// The current backing file, not its later openings, and its access.
     pub(super) fn first(self) -> Option<(&'a Arc<Layer<S>>, Access)> {
         self.0.behind.now().map(|backing| (&backing.layer, backing.access))
     }
@@ -178,8 +178,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         })
     }
 
-    /// As [`all`](Self::all), each with how many of the images over it come before it in this list;
-    /// the first one has 1.
+    /// As [`all`](Self::all), each layer with the number of earlier layers of this list that it
+    /// counts as overlays: 0 or 1. The first one has 1.
     pub(crate) fn all_counted(self) -> impl Iterator<Item = (&'a Layer<S>, usize)> {
         let first = self.0.behind.0.get();
         let behind = std::iter::successors(first, |one| last(&one.layer).behind.0.get());

@@ -1,10 +1,10 @@
-//! One image of a chain, with everything that reads of it need.
+//! A layer: one image of a chain, with the state that reads of the image need.
 //!
 //! - [`Layer`] owns the format, the backing layer and the buffers that reads need. A layer never
 //!   changes a guest's bytes: the module `write` does.
 //! - [`read`]: reads extent by extent, through an aligned buffer if unaligned (`unaligned`), and
 //!   through a cache for compressed clusters (`compressed`).
-//! - `behind`: the layers for the image's unallocated clusters, the current and former ones.
+//! - `behind`: the backing layers for unallocated clusters, the current and former ones.
 //! - `backing_reads`: the reads of backing files in flight; `waits` reports them.
 //! - `backing_chain`: finds the backing file with an unallocated range of the image; `skip_table`:
 //!   remembers the results.
@@ -66,12 +66,12 @@ pub(super) struct Behind<S: Storage>(OnceLock<Backing<S>>);
 struct Backing<S: Storage> {
     layer: Arc<Layer<S>>,
     access: Access,
-    /// The name of the layer's file in the image's header, if the image was opened with another
-    /// name.
+    /// The name of the layer's file in the image's header, if the header had another name when the
+    /// image was opened.
     name: Option<BackingName>,
     /// Whether the layer counts the image among its overlays.
     is_counted: AtomicBool,
-    /// The layer that has replaced this one; an inner `None` if this layer was only detached.
+    /// The replacement of this layer; an inner `None` after a detach without a replacement.
     next: OnceLock<Option<Box<Self>>>,
 }
 
@@ -94,7 +94,7 @@ impl<S: Storage> Behind<S> {
     /// Replaces the current backing file by `next`.
     fn leave(&self, next: Option<Backing<S>>) {
         if let Some(backing) = self.now() {
-            // This is the last backing file, so `next` is unset.
+            // `backing` is the last backing file, so its `next` is unset.
             let _ = backing.next.set(next.map(Box::new));
         }
     }
@@ -123,12 +123,12 @@ pub(crate) struct Layer<S: Storage> {
     alignment: Alignment,
     /// The backing files for the image's unallocated clusters.
     behind: Behind<S>,
-    /// Another layer of the same image, which replaces this one in the chains of other images.
+    /// A later opening of the same image, which replaces this layer in the chains of other images.
     successor: OnceLock<Arc<Layer<S>>>,
     stability: Stability,
     /// The layers that have this one as their backing file.
     stands: Stands,
-    /// The image's backing files, if there are many.
+    /// The image's backing files; an inner `None` for fewer than two, or if one is writable.
     chain: OnceLock<Option<BackingChain<S>>>,
     /// Whether `chain` may be used: reads of the chain begin at this layer, and the chain is as it
     /// was opened.

@@ -1,7 +1,7 @@
-//! Reads: they look up extent by extent, and read each one as its state requires.
+//! Reads: each read looks up extent by extent, and reads each extent as its state requires.
 //!
-//! The ranges that an image leaves to its backing files are read from the layer that has them: the
-//! layers above it are looked up in a loop, or skipped if the result is known (see
+//! A range that an image leaves to its backing files is read from the layer that has its data. A
+//! loop looks up the layers above that layer, or skips them if the result is known (see
 //! [`BackingChain`]). So a read through a long chain needs no more futures than a read through two
 //! layers.
 //!

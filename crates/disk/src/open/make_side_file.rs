@@ -71,11 +71,11 @@ pub fn make_side_file<'a>(
     })
 }
 
-/// As [`make_side_file`], but only if no file has the side file's path. Whether an existing one is
-/// used is decided when the image is opened.
+/// As [`make_side_file`], but only if no file has the side file's path. The opening of the image
+/// decides whether an existing file is used.
 ///
 /// # Errors
-/// As there.
+/// As [`make_side_file`].
 pub fn make_missing_side_file<'a>(
     image: &'a Path,
     options: &'a ImageOptions,

@@ -84,18 +84,18 @@ pub enum Probing {
     Nameless,
     /// All files and block devices, except those whose name says raw.
     ByContent,
-    /// As `ByContent`, for an image that is only read: it is raw without any format's signature,
-    /// although its name says another format, as a flat extent of a VMDK (`disk-flat.vmdk`). The
-    /// guest of such an image that could be written to would choose the content that agrees with
-    /// the name.
+    /// As `ByContent`, for an image that is only read: content without any signature is raw,
+    /// although the name says another format, as that of a flat extent of a VMDK
+    /// (`disk-flat.vmdk`). A writable image is excluded, because its guest could write the
+    /// signature that agrees with the name.
     ToRead,
 }
 
-/// Probes the format of an image whose name does not tell it. The image is a regular file without a
-/// suffix or with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file, or
-/// what `how` adds, because distributions name their qcow2 images `.img`. Returns `None` if the
-/// content has the format that the name says or no supported one, for other names, for a raw image
-/// with bitmaps beside it, and for disks of servers. Needs no event loop.
+/// Probes the format of an image whose name does not tell it. Such an image is a regular file
+/// without a suffix or with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of a file
+/// of any name. `how` adds other images, because distributions name their qcow2 images `.img`.
+/// Returns `None` if the content has the format that the name says or no supported one, for other
+/// names, for a raw image with bitmaps beside it, and for disks of servers. Needs no event loop.
 ///
 /// # Errors
 /// The host's.
@@ -119,8 +119,8 @@ pub fn probe_nameless(
     Ok(found.filter(|found| *found != ImageFormat::Raw || how == Probing::ToRead))
 }
 
-/// The format of a file's content if it is not the one that the name says: raw without any format's
-/// signature. `None` for an unsupported format.
+/// The format of a file's content, which is raw without any format's signature. `None` if the name
+/// says the same format, and for an unsupported format.
 fn look_despite(said: ImageFormat, path: &Path) -> Result<Option<ImageFormat>> {
     let mut found = probe::name_of(&bytes_at(path, SeekFrom::Start(0))?);
     // A fixed VHD has its signature at the end.
@@ -184,7 +184,7 @@ fn look_of(path: &Path, offset: u64) -> Result<Option<ImageFormat>> {
     Ok(probe::name_of(&first).and_then(|name| name.parse().ok()))
 }
 
-/// The [`probe::LENGTH`] bytes of a file after a position, or before a position from its end.
+/// Up to [`probe::LENGTH`] bytes of a file after a position, or before a position from its end.
 fn bytes_at(path: &Path, position: SeekFrom) -> Result<Vec<u8>> {
     const LENGTH: u64 = probe::LENGTH as u64;
     let mut bytes = Vec::new();

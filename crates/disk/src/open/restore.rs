@@ -22,8 +22,9 @@
 //!
 //! Opening for reading does not change an image, so an image that lacks answered changes is
 //! refused. A backup or a copy would lack these changes too, and a bitmap that the backup clears
-//! would no longer show them. Commands that read only metadata warn ([`StateUse::Look`]). If another
-//! program has opened the image for writing since, no opening can replay the changes: all warn.
+//! would no longer show them. Commands that read only metadata warn ([`StateUse::Look`]). If
+//! another program has opened the image for writing since, no opening can replay the changes, and
+//! all of them warn.
 //!
 //! A backing file is opened for reading only, so no changes can be replayed to it (exception: the
 //! layer of a fork, `left_layer`). If a killed server has left changes of the backing file in a

@@ -31,10 +31,10 @@ use crate::layer::Layer;
 use crate::options::Access;
 use crate::snapshots::Pause;
 
-/// How long a rollback waits for reads of the removed overlay before it frees the overlay's space.
+/// How long a rollback waits for the end of requests before it frees the removed overlay's space.
 const MAX_WAIT: Duration = Duration::from_secs(2);
 
-/// The interval at which the wait checks whether those reads have ended.
+/// The interval of the checks during that wait.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// The result of a rollback.
@@ -202,7 +202,7 @@ async fn go_back(
 }
 
 /// In records further down the chain, replaces the name of the removed overlay by the layer's name.
-/// Such a record is left by a commit of layers that was about to remove the images between from the
+/// A commit of layers leaves such a record, if it was about to remove the images between from the
 /// chain.
 fn name_again(lower: &StoredImage, layer: &Path, overlay: &Path) -> Result<()> {
     for below in lower.layers().skip(1).filter(|below| identity_of_layer(below).is_some()) {
@@ -215,9 +215,9 @@ fn name_again(lower: &StoredImage, layer: &Path, overlay: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Frees the space of a removed overlay, whose file stays open as long as its disk. First waits for
-/// the overlay's reads in flight, up to a limit. If they take longer, the space is freed when the
-/// disk is closed.
+/// Frees the space of a removed overlay, whose file stays open as long as its disk. First waits
+/// until the disk has no request in flight, because older requests may read the overlay. After a
+/// time limit, the space is freed only when the disk is closed.
 async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
     if !requests_ended(disk).await {
         let name = overlay.image().layer().name();

@@ -96,8 +96,8 @@ async fn record_beside(
     // The disk may have become read-only since the first check.
     disk.check_writable()?;
     before.flush(SyncMode::Full).await?;
-    // The side file stores the time of the image's last change, which is by the disk itself up to
-    // here.
+    // The side file stores the time of the image's last change. Up to here, the disk itself has
+    // made all changes.
     recording.settle().await?;
     disk.check_replacement(&recording)?;
     let recording = restore.finish(recording).await?;
@@ -195,8 +195,8 @@ async fn open_beside(
             "remove that file, and make a full backup",
         );
     }
-    // Use the name in the side file, because the process that takes over the image at an upgrade
-    // uses it, too.
+    // The name is the one in the side file, because the process that takes over the image at an
+    // upgrade uses it, too.
     let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
     let name = if is_beside {
         path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))

@@ -14,7 +14,7 @@ use futures_channel::oneshot;
 use super::image_disk::{ImageDisk, StoredImage};
 use crate::Image;
 
-/// The work of a new image, for the overlay of a disk whose key is derived in another way.
+/// The key derivation work of a new overlay, if no layer has PBKDF2 in all its key slots.
 const USUAL_WORK: KeyWork = KeyWork::Time(Duration::from_secs(2));
 
 /// The secrets for encrypted images: each is tried on each encrypted image of a chain.
@@ -45,7 +45,7 @@ impl Secrets {
         &self.0
     }
 
-    /// The only secret, for an image that cannot verify whether it is the right one.
+    /// The only secret, for an image without LUKS, which cannot verify a secret.
     ///
     /// # Errors
     /// The number of secrets is not one.
@@ -64,7 +64,7 @@ impl Secrets {
     /// `time` for the key derivation: see [`create_header`].
     ///
     /// # Errors
-    /// As there; `InvalidInput` if there is no such secret.
+    /// As [`create_header`]; `InvalidInput` if there is no such secret.
     pub fn create_header(&self, index: usize, time: Duration) -> Result<Vec<u8>> {
         create_header(self.get(index)?, KeyWork::Time(time))
     }
@@ -72,9 +72,9 @@ impl Secrets {
     /// The LUKS header of a new overlay over `image`. The first secret unlocks it. Does not block
     /// the event loop of the current thread.
     ///
-    /// To try a secret takes as many iterations as with `image`, if all its slots have PBKDF2: the
-    /// secret is the same, so more of them would protect nothing, and each fork would take longer
-    /// than the user has chosen.
+    /// A trial of a secret takes as many iterations as with the highest image of the chain that has
+    /// PBKDF2 in all slots. Reason: the secret is the same, so more iterations protect nothing, and
+    /// each fork takes longer than the user has chosen.
     pub(super) async fn create_overlay_header<S: Storage>(
         &self,
         name: &str,

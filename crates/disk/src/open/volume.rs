@@ -8,10 +8,10 @@
 //! | an image in Ceph | pool, namespace and the image's id there | none |
 //! | an export of an NBD server | its name | none |
 //!
-//! The driver's id of a device is the id of LVM, RAID or multipath, the serial number, the disk and
-//! number of a partition, or the file of a loop device. Without any of these it is the device's
-//! number in this boot of the host (`diskseq`). The kernel's count restarts when the host restarts
-//! or the device is attached anew.
+//! The driver's id of a device is the id of LVM, RAID or multipath, the serial number, the disk,
+//! number and start of a partition, or the file of a loop device. Without any of these it is the
+//! device's number in this boot of the host (`diskseq`). The kernel's count restarts when the host
+//! restarts or the device is attached anew.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

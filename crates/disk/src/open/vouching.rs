@@ -59,8 +59,8 @@ impl StoredImage {
     }
 
     /// Renews the voucher of the side file, if there is one. An error is only logged here. If its
-    /// cause lasts, the next bitmap change reports it. Until a renewal succeeds, the side file is
-    /// refused after a host crash.
+    /// cause lasts, the next bitmap change reports it. After a host crash, the side file is refused
+    /// if the image was changed after the voucher's end.
     pub async fn renew_voucher(&self) {
         if let Some(side_file) = self.format().side_file()
             && let Err(error) = side_file.bitmaps().renew_voucher().await

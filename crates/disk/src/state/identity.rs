@@ -5,9 +5,9 @@
 //! if the file system records that time. The birth of a block device is the number that the kernel
 //! gives to only one disk in a boot (`diskseq`, Linux 5.15).
 //!
-//! Some file systems on FUSE (sshfs) give a file another inode number, and its number to another
-//! file, when the kernel has forgotten the file. They tell no births. So an identity that is to
-//! outlive the process has the file's path in place of the birth there.
+//! When the kernel forgets a file, some file systems on FUSE (sshfs) give the file another inode
+//! number, and its number to another file. These file systems record no births. So an identity that
+//! outlives the file's opening has a hash of the file's path in place of the birth there.
 
 use std::fs;
 use std::io;

@@ -145,9 +145,9 @@ impl StatePage {
         self.set_last_write_to(TrackedFile::Data, last);
     }
 
-    /// The maximum number of sectors written to the block device that is the data file, if no other
-    /// program writes to the device: a word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0
-    /// if sectors are not counted.
+    /// Upper limit of the kernel's count of sectors written to the block device that is the data
+    /// file. A higher count means that another program writes to the device. A word of
+    /// [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 if sectors are not counted.
     pub(crate) fn device_writes(&self) -> u64 {
         self.memory.load(DEVICE_WRITES_WORD)
     }

@@ -26,7 +26,7 @@ use super::buckets::{Direction, Share};
 /// If more keys are remembered than this number plus two for each waiting key, keys without waiting
 /// requests are forgotten, except keys whose position is ahead.
 const MAX_IDLE: usize = 64;
-/// Minimum span, in nanoseconds. The span grows to twice the largest share so far.
+/// Minimum span, in nanoseconds. The span grows to twice the largest share, until no request waits.
 const MIN_SPAN: u64 = 100_000_000;
 
 /// See the module's page.

@@ -49,7 +49,7 @@ impl<S: Storage> RangeCopy<S> {
 
     /// Marks in `dirty` the ranges to be copied to make the target equal: those where the source
     /// has data or the target may have non-zero bytes. To be called while the source's changes are
-    /// marked in `dirty`. Stops when `go_on` returns false.
+    /// marked in `dirty`. The search for the source's data stops when `go_on` returns false.
     ///
     /// # Errors
     /// Errors of mapping.
@@ -91,7 +91,7 @@ impl<S: Storage> RangeCopy<S> {
     }
 
     /// Copies `range` from the source to the target. Not durable before the target is flushed.
-    /// Returns the number of written bytes.
+    /// Returns the number of written bytes, without zeroed ranges.
     ///
     /// # Errors
     /// Errors of either storage; the message names it.

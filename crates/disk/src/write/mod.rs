@@ -209,8 +209,8 @@ impl<S: Storage> Writer<S> {
         extent.begin_io();
         let outcome = self.layer.write_data(place, from, durability).await;
         // The guard is dropped before the link, because the link may wait for a writeback, which
-        // waits for this guard. If a writeback begins on another loop's thread before the link, one
-        // more follows.
+        // waits for this guard. If a writeback begins on another loop's thread before the link,
+        // another writeback follows.
         drop(data_write);
         extent.complete(outcome, durability).await
     }

@@ -34,7 +34,7 @@ pub struct BackedRange {
 impl<S: Storage> Writer<S> {
     /// The first part of `range` that the image leaves to its backing file. With `base`, only data
     /// in the first `base` layers of the chain counts; this layer is the first. `cache` is for
-    /// lookups of this disk, and may be old, because the backing chain never changes.
+    /// lookups of this disk, and may be old, because the chain's content never changes.
     pub(crate) async fn next_backed(
         &self,
         range: ByteRange,
@@ -163,8 +163,8 @@ impl<S: Storage> Writer<S> {
         while let Some(found) = self.find_backed(rest).await? {
             let clusters = self.clusters_of(found);
             let run = clusters.before(rest.end());
-            // Subclusters that the image has may have changed since that read, so they are read
-            // again.
+            // Subclusters that the image has may have changed since `bytes` was read, so they are
+            // read again.
             let start = (run.offset() - range.offset()) as usize;
             self.layer.read_own(run, bytes.lend_range(start, run.length() as usize)).await?;
             self.store_run(run, range.offset(), bytes, claim).await?;

@@ -1,12 +1,13 @@
 //! Adaptive polling: whether a loop that has nothing to do busy-polls for a moment before it
 //! sleeps.
 //!
-//! To sleep and be woken costs more than many requests do. So busy-polling saves time if the next
-//! event comes soon, and wastes it if not. The loop keeps a decaying estimate for each *source* of
-//! an event (a read of that file that completed, a write of it that was submitted, a message on
-//! that socket): how soon the next event followed. The loop sleeps after it has submitted a write
-//! to a slow disk, and polls after that write has completed, if the guest's next request follows
-//! quickly. So one slow source does not stop the polling for the others.
+//! A sleep and its wake-up cost more time than many requests take. So busy-polling saves time if
+//! the next event comes soon, and otherwise wastes processor time. The loop keeps a decaying
+//! estimate for each *source* of an event (a read of that file that completed, a write of it that
+//! was submitted, a message on that socket): how soon the next event followed. Example: the loop
+//! sleeps after it has submitted a write to a slow disk, and polls after that write has completed,
+//! if the guest's next request follows quickly. So one slow source does not stop the polling for
+//! the others.
 //!
 //! Busy-polling gains nothing if the device dominates the latency, or if the producer of the event
 //! needs this processor. So the loop sometimes tries the other choice (a probe) and keeps the one
@@ -65,12 +66,12 @@ impl EventSource {
 
     /// An event of a watched descriptor.
     pub(crate) fn of_watch(descriptor: RawFd) -> Self {
-        // Shares its estimate with `accept`, which no task calls on this descriptor.
+        // The watch shares its estimate with `accept`, which no task calls on this descriptor.
         Self((((descriptor as usize) << 4 | 15) % ESTIMATES) as u16)
     }
 
-    /// `None` if the event does not predict the next: an operation was submitted that waits for a
-    /// peer.
+    /// `None` for the submission of an operation that waits for a peer or a driver, because that
+    /// event does not predict the next one.
     pub(crate) fn of(operation: &Operation, phase: Phase) -> Option<Self> {
         if operation.waits_for_others() && phase == Phase::Submitted {
             return None;
@@ -98,12 +99,13 @@ pub(crate) struct PollGovernor {
     estimates: Box<[Estimate]>,
     /// The source of the last event.
     last: EventSource,
-    /// The source of the last event before the present wait, which another event ends.
+    /// The source of the last event before the present wait.
     waiting_after: EventSource,
-    /// The number of waits in which the estimate was against polling.
+    /// The number of waits, modulo [`PROBE_ONE_IN`], in which the estimate was against polling but
+    /// events were not rare.
     declined: u32,
     budget: u64,
-    /// The end of the last wait, or its start while the loop waits. From its end until the next
+    /// The end of the last wait; during a wait, its start. From the end of a wait until the next
     /// wait the loop works.
     works_since: Option<Timestamp>,
 }
@@ -175,7 +177,7 @@ impl PollGovernor {
         let interval = nanoseconds(interval).min(MAX_INTERVAL * self.max_poll_time);
         let estimate = &mut self.estimates[usize::from(self.waiting_after.0)];
         match outcome {
-            // A larger estimate, measured in sleep, is outdated.
+            // A larger estimate was measured with sleeps, and is outdated.
             PollResult::Hit => estimate.interval = estimate.interval.min(self.max_poll_time),
             PollResult::Slept { wasted } => {
                 self.budget = self.budget.saturating_sub(nanoseconds(wasted));

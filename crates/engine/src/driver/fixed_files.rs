@@ -4,10 +4,10 @@
 //! A file gets a small id when it is opened, unique in the process. Each ring finds the file's slot
 //! by one look into an array. A slot is filled by the file's first request on that ring.
 //!
-//! Guarantees: a slot is emptied only after the file was closed. Each request owns its file, so
-//! this is after the file's last request has completed, and no request finds another file in its
-//! slot. An id is reused only after every ring has emptied the file's slot. Requests of a file
-//! without a slot use its descriptor.
+//! Guarantees: a slot is emptied only after the file was closed. Each request owns its file, so the
+//! file's last request has completed by then. No request finds another file in its slot. An id is
+//! reused only after every ring has emptied the file's slot. Requests of a file without a slot use
+//! its descriptor.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -74,7 +74,7 @@ pub(crate) enum FileRef {
 /// The state of a file in a ring's table.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FileSlot {
-    /// It has no slot, by the last known state.
+    /// The file has no slot on this ring.
     Unregistered,
     Registered(u32),
     /// The kernel did not accept the file.

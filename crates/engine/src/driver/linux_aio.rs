@@ -1,6 +1,6 @@
 //! Linux AIO by its raw system calls (`io_setup(2)` and friends, `<linux/aio_abi.h>`): asynchronous
-//! reads and writes of files opened for direct I/O. All other operations would block in
-//! `io_submit`, so they are not done here.
+//! reads and writes of files opened for direct I/O. All other operations are not done here;
+//! buffered reads and writes would block in `io_submit`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -21,7 +21,7 @@ const RESFD: u32 = 1;
 /// Completions fetched by one system call.
 const BATCH: usize = 128;
 
-/// `struct iocb`, little-endian layout of its flag pair.
+/// `struct iocb`. The order of `key` and `rw_flags` depends on the byte order.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct ControlBlock {
@@ -235,7 +235,7 @@ impl Signaller {
         // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
         check(unsafe { libc::syscall(libc::SYS_io_setup, 1, &raw mut context) })?;
         let signaller = Self { context, readable, event };
-        // The kernel checks the eventfd first, then fails because this address is not readable.
+        // The kernel checks the eventfd first, then fails because this address is not valid.
         let nowhere =
             ControlBlock { opcode: PREAD, buffer: u64::MAX, bytes: 8, ..signaller.block() };
         match signaller.submit(&nowhere) {
@@ -245,7 +245,7 @@ impl Signaller {
         }
     }
 
-    /// Adds 1 to the counter, unless it is full.
+    /// Adds 1 to the eventfd's counter, unless the counter is full.
     pub(crate) fn signal(&self) {
         let poll = ControlBlock { opcode: POLL, buffer: libc::POLLIN as u64, ..self.block() };
         while let Err(error) = self.submit(&poll) {

@@ -60,10 +60,10 @@ pub(crate) trait Driver {
     fn may_have_events(&mut self) -> bool;
 
     /// Makes a later `poll` report each time that the descriptor becomes readable, and once if it
-    /// is readable already. It stays open until `unwatch`.
+    /// is readable already. The descriptor stays open until `unwatch`.
     fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()>;
 
-    /// Ends a watch. Events of it that were found before may still be reported.
+    /// Ends a watch. Events that were found before may still be reported.
     fn unwatch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>);
 
     /// The next event of a watch that the last `poll` found.

@@ -2,15 +2,15 @@
 //! its pages once instead of for each request.
 //!
 //! Memory is divided into buffers, because the kernel accepts at most 1 GiB for a slot. A request
-//! whose bytes lie in one buffer names the slot; any other is done without the table.
+//! whose bytes lie in one buffer names the slot; any other request does not use the table.
 //!
 //! Guarantees (they uphold invariant 3, ARCHITECTURE.md):
 //! - A buffer is found by address, and is the memory that the request means: the request owns the
 //!   mapping that its address is in, the table owns the mapping of each of its slots, and two
 //!   mappings that exist have no address in common. So an address is not given to other memory
 //!   while a slot names it.
-//! - A slot is emptied only after the last owner of the memory was dropped. Each request owns its
-//!   memory, so this is after the last request has completed, and no request finds an empty slot or
+//! - A slot is emptied only after the last user of the memory was dropped. Each request is a user
+//!   of its memory, so the last request has completed by then. No request finds an empty slot or
 //!   other memory there.
 
 use std::io;

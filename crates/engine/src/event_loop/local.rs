@@ -116,7 +116,7 @@ impl Local {
         self.driver.borrow_mut().attempt_open()
     }
 
-    /// Whether a poll source or another thread has something for this loop, without a system call.
+    /// Whether a poll source or another thread has something for this loop. Makes no system call.
     fn poll_sources(&self) -> bool {
         let source = self.watches.find_ready();
         self.note_event(source);
@@ -192,8 +192,8 @@ impl Local {
         }
     }
 
-    /// The future of an operation was dropped. The operation continues; one that may wait without
-    /// bound is cancelled.
+    /// The future of an operation was dropped. The operation continues; an operation on a socket is
+    /// cancelled.
     pub(crate) fn detach(&self, token: Token) {
         let result = self.operations.borrow_mut().detach(token);
         match result {
@@ -202,7 +202,7 @@ impl Local {
         }
     }
 
-    /// Asks an operation in flight to stop if it may wait without bound.
+    /// Asks an operation in flight to stop if it is on a socket, where it may wait without bound.
     pub(crate) fn cancel(&self, token: Token) {
         let operations = self.operations.borrow();
         let operation = operations.operation(token);
@@ -211,7 +211,7 @@ impl Local {
         }
     }
 
-    /// Cancels the operation of a waiting future if it may wait without bound. It may have
+    /// Cancels the operation of a waiting future if it is on a socket. The operation may have
     /// completed already.
     pub(crate) fn stop(&self, token: Token) {
         if self.operations.borrow().is_in_flight(token) {
@@ -326,7 +326,7 @@ impl Local {
                 return self.run_driver(Wait::Never, done);
             }
             None => Wait::Event,
-            // The reading is as new as the wait, or as its busy-polling.
+            // The clock reading is as new as the start of the wait, or as its busy-polling.
             Some(due) => Wait::AtMost(due.since(clock::now())),
         };
         self.run_driver(wait, done);

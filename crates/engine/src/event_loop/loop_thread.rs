@@ -1,7 +1,7 @@
 //! An event loop on a thread of its own, for programs whose own threads have other work.
 //!
 //! Guarantee: when [`LoopThread::stop`] returns, the loop's tasks are dropped and the kernel has
-//! returned all memory that their operations lent to it.
+//! returned all memory that their operations lent to it, except that of commands to devices.
 
 use std::future::Future;
 use std::io;

@@ -4,9 +4,9 @@
 //! Another process controls the pages: they vanish when it truncates the file, or when the host has
 //! no page for a hole (huge pages, a full tmpfs). An access then raises SIGBUS, whose default
 //! action ends the process. Guarantees:
-//! - A fault in a mapping ends the user of its [`FaultDomain`], and nothing else: the handler
-//!   (`sigbus`) maps a page of zeros there, marks the domain and shuts its connection down. However
-//!   many pages are lost, a domain divides its mappings a bounded number of times.
+//! - A fault in a mapping ends the connection of its [`FaultDomain`], and nothing else: the handler
+//!   (`sigbus`) maps a page of zeros there, marks the domain and shuts the connection down. However
+//!   many pages are lost, the handler divides a domain's mappings a bounded number of times.
 //! - The mark is set before the zeros can be seen. So a value that was read is genuine if the
 //!   domain is unmarked after the read.
 //! - A SIGBUS elsewhere has the effect that it would have without us.
@@ -144,7 +144,7 @@ impl Drop for Mapping {
         // reused.
         registry::MAPPINGS.remove(&self.registration);
         // SAFETY: the mapping is this object's own, and no reference outlives it: users of the
-        // bytes, and a ring that has them in a slot, own it. It fails only for a missing mapping.
+        // bytes, and a ring that has them in a slot, own it. Only a missing mapping is an error.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.length) };
     }
 }

@@ -22,7 +22,7 @@ struct Pages {
 
 // SAFETY: the object owns its pages, which are not tied to a thread.
 unsafe impl Send for Pages {}
-// SAFETY: by a shared reference it gives out nothing but the address and the length, which never
+// SAFETY: a shared reference gives out nothing but the address, the length and a flag, which never
 // change.
 unsafe impl Sync for Pages {}
 
@@ -50,15 +50,15 @@ impl Pages {
 impl Drop for Pages {
     fn drop(&mut self) {
         // SAFETY: the pages are this object's own, all of them can be written, and nothing refers
-        // to them. Volatile, so that the compiler does not leave out a write that nothing
-        // reads.
+        // to them. The writes are volatile, so that the compiler does not leave out writes that
+        // nothing reads.
         unsafe {
             let words = self.start.cast::<u64>().as_ptr();
             for index in 0..self.length / size_of::<u64>() {
                 words.add(index).write_volatile(0);
             }
             compiler_fence(Ordering::SeqCst);
-            // It fails only for a missing mapping.
+            // The call fails only for a missing mapping.
             let _ = rustix::mm::munmap(self.start.as_ptr().cast(), self.length);
         }
     }

@@ -97,7 +97,7 @@ impl Stream {
 
     /// Ends the connection in both directions: its operations in flight complete.
     pub fn shutdown(&self) {
-        // It fails only for a connection that has ended already.
+        // The call fails only for a connection that has ended already.
         let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
     }
 }
@@ -163,8 +163,8 @@ impl Listener {
                     // SAFETY: the kernel has just made this descriptor for us, and this is its only
                     // owner.
                     let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
-                    // Blocking, as `Stream::new` makes others: accepted sockets inherit no flags on
-                    // Linux.
+                    // The socket is blocking, as a `Stream` must be: accepted sockets inherit no
+                    // flags on Linux.
                     return Ok(Stream(Arc::new(socket)));
                 }
                 Err(errno) => {

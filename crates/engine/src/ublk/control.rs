@@ -1,5 +1,5 @@
-//! Commands to the driver as a whole. They have a separate ring, because they block and have longer
-//! entries than a loop's ring.
+//! Commands to the ublk driver's control device. The commands have a separate ring, because they
+//! block and have longer entries than a loop's ring.
 //!
 //! Guarantees: from its creation on, the ring can only send commands to `/dev/ublk-control`: it has
 //! one file, every entry must name a file by its slot, and no registration is allowed
@@ -58,7 +58,7 @@ impl UblkControl {
     /// Errors of the driver.
     ///
     /// # Panics
-    /// For a buffer of more than 64 KiB. When the kernel takes no commands for ten seconds, the
+    /// For a buffer of 64 KiB or more. When the kernel takes no commands for ten seconds, the
     /// process ends.
     pub fn command(
         &mut self,
@@ -67,14 +67,14 @@ impl UblkControl {
         argument: u64,
         buffer: &mut [u8],
     ) -> io::Result<()> {
-        // SAFETY: the buffer is borrowed until this function returns, which is after the
-        // completion: without a limit of time `wait` returns then, or ends the process.
+        // SAFETY: the buffer is borrowed until this function returns. Without a time limit, `wait`
+        // returns only after the completion, or ends the process.
         unsafe { self.push(command, id, argument, buffer) };
         self.wait(None).unwrap_or_else(|| std::process::abort())
     }
 
     /// As [`command`](Self::command) without a buffer, but waits at most for `limit`, then returns
-    /// `None`. The driver continues with the command. Dropping this value interrupts it.
+    /// `None`. The driver continues with the command. Dropping this value interrupts the command.
     ///
     /// # Errors
     /// Errors of the driver.

@@ -1,7 +1,7 @@
 //! The file of a ublk device, through which its server fetches requests and commits their results.
 //!
-//! Guarantees: the memory that the driver copies data from and to is owned by a command in flight,
-//! and at least as long as the longest request of the device, which the driver relies on. This
+//! Guarantees: a command in flight owns the memory that the driver copies data from and to. The
+//! memory is at least as long as the longest request of the device; the driver relies on that. This
 //! process only reads descriptors: the driver writes a descriptor before it completes the command
 //! for it.
 
@@ -49,7 +49,7 @@ struct Descriptors {
 
 // SAFETY: the object owns its mapping, which is not tied to a thread.
 unsafe impl Send for Descriptors {}
-// SAFETY: it is only read, by volatile loads, since the driver writes to it.
+// SAFETY: the mapping is only read, by volatile loads, because the driver writes to it.
 unsafe impl Sync for Descriptors {}
 
 impl Descriptors {
@@ -71,9 +71,9 @@ impl Descriptors {
     fn get(&self, tag: u16) -> UblkDescriptor {
         let offset = usize::from(tag) * DESCRIPTOR_BYTES;
         assert!(offset + DESCRIPTOR_BYTES <= self.length, "a tag of the queue");
-        // SAFETY: inside of the mapping, as was just checked, and aligned: it starts at a page, and
-        // a descriptor has a multiple of 8 bytes. The loads are volatile because the driver may
-        // write concurrently; every value is valid.
+        // SAFETY: the descriptor is inside of the mapping (just checked), and aligned: the mapping
+        // starts at a page, and a descriptor has a multiple of 8 bytes. The loads are volatile
+        // because the driver may write concurrently; every value is valid.
         unsafe {
             let start = self.start.add(offset);
             UblkDescriptor {

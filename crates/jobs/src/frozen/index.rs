@@ -5,8 +5,9 @@
 //! thread may call any method at any time, and no lock is held across a wait.
 //!
 //! Memory: 16 bytes for each region of 64 MiB; 4 KiB more when its first block is claimed; a table
-//! of 64 bytes for each granule of 64 KiB that is saved in parts, up to a limit (and a quarter more
-//! in reserve). Beyond the limit, granules are claimed whole, and need no table.
+//! of 64 bytes for each granule of 64 KiB that is saved in parts, up to a limit. The limit does not
+//! count the reserve of each region: 8 tables and a quarter of its tables. Beyond the limit,
+//! granules are claimed whole, and need no table.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -100,8 +101,8 @@ impl Index {
         Claim::Nothing
     }
 
-    /// The location of the first bytes of `range`, and the number of bytes there, which are
-    /// adjacent in the log. `range` is on the disk and not empty.
+    /// The location of the first bytes of `range`, and the number of bytes that continue there: in
+    /// the disk in use, as zeros, or adjacent in the log. `range` is on the disk and not empty.
     pub(super) fn lookup(&self, range: ByteRange) -> (Place, u64) {
         let mut found: Option<(Place, u64)> = None;
         'regions: for (number, mut blocks) in parts(range) {

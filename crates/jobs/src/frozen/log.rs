@@ -115,8 +115,8 @@ impl<S: Storage> Log<S> {
         let _ = self.scratch.submit(Request::Discard { range, durability }).await;
     }
 
-    /// Appends `bytes`, at most half of the memory, once there is space for them. They are
-    /// contiguous in the log; returns the offset of the first one.
+    /// Appends `bytes` (at most half of the memory) once they fit into memory. Returns the offset
+    /// of the first byte. The bytes are contiguous in the log.
     ///
     /// # Errors
     /// `NoSpace` at the limit; ENOMEM; `Io` once the log has ended.

@@ -5,11 +5,11 @@
 //!   frozen disks have all changes that were answered before, and none that begins later.
 //! - A read of a [`FrozenDisk`] returns the disk's content at that moment, or an error, but never
 //!   newer data.
-//! - A guest's change waits for reads of the blocks that it is the first to touch (`old_bytes`),
-//!   never for a reader of the backup. A failure of the backup fails no request of the guest.
+//! - A guest's change waits until the old bytes of its blocks are saved (`old_bytes`), never for a
+//!   reader of the backup. A failure of the backup fails no request of the guest.
 //!
 //! A reader holds no change off: it reads the disk in use, and then checks whether a change has
-//! begun meanwhile. If so, the old bytes are saved, and the reader takes these.
+//! begun meanwhile. If so, the old bytes were saved before that change, and the reader takes them.
 //!
 //! Modules from the bottom up: `region` and `index` have the locations of the old bytes, `log` has
 //! the bytes, `old_bytes` copies them to the log, `view` reads them.
@@ -40,8 +40,8 @@ pub type CopyTimer = Box<dyn Fn() -> ClockSleep + Send + Sync>;
 
 /// The options of a frozen disk.
 pub struct FreezeOptions {
-    /// Maximum bytes of the scratch disk in use; a larger value than 8 TiB counts as 8 TiB. If more
-    /// bytes are needed, the backup fails.
+    /// Maximum bytes of the scratch disk in use. More than `MAX_LOG` (8 TiB less 12 KiB) counts as
+    /// `MAX_LOG`. If more bytes are needed, the backup fails.
     pub scratch_limit: u64,
     /// Bytes of memory for data not yet on the scratch disk: from 128 KiB to 16 MiB. When this
     /// memory is full, changes wait.
@@ -126,8 +126,8 @@ impl<S: Storage> FrozenDisk<S> {
     }
 }
 
-/// The task that writes old bytes to the scratch disk. Its drop ends the backup: no other task
-/// writes them, and changes must not wait for that.
+/// The task that writes old bytes to the scratch disk. Its drop ends the backup. Reason: no other
+/// task writes them, so a change that waits for a write would wait forever.
 struct Writer<S: Storage>(Arc<OldBytes<S>>);
 
 impl<S: Storage> Drop for Writer<S> {

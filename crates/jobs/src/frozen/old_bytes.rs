@@ -1,15 +1,14 @@
-//! Saves the old content of the parts of a disk that change after one moment: each before its
-//! change.
+//! Saves the old content of each part of a disk before the part's first change after one moment.
 //!
 //! Guarantees: a change begins only when the old bytes of all blocks that it touches are saved
 //! (`index`), in memory or in the scratch disk (`log`), or the backup has failed. So if a block is
 //! not saved after it was read, and the backup has not failed, the read returned its content at
-//! that moment. A change waits for reads of the blocks that it is the first to touch, and for the
-//! scratch disk only when memory is full; for nothing else, so readers do not delay it. If none of
-//! its old bytes are saved before the timer expires, the backup fails, and the change continues. A
-//! full or failing scratch disk fails the backup and never the change. A long change saves
-//! `MAX_PARTS` parts of `PART` bytes at a time. At most `MAX_COPIES` copies of `MAX_READ` bytes are
-//! in memory, beside the log's end.
+//! that moment. A change waits for the copies of blocks that are not saved yet, by itself or by
+//! another change. A copy waits for the scratch disk only when memory is full. Readers of the
+//! backup delay no change. If none of a change's old bytes are saved before the timer expires, the
+//! backup fails, and the change continues. A full or failing scratch disk fails the backup and
+//! never the change. A long change saves `MAX_PARTS` parts of `PART` bytes at a time. At most
+//! `MAX_COPIES` copies of `MAX_READ` bytes are in memory, beside the log's end.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -83,7 +82,7 @@ impl Drop for InFlight<'_> {
 }
 
 impl<S: Storage> OldBytes<S> {
-    /// Creates the state at the moment of the freeze: no block is saved yet.
+    /// Creates the state before the freeze: no block is saved yet.
     ///
     /// # Errors
     /// As [`Index::new`].
@@ -174,7 +173,7 @@ impl<S: Storage> OldBytes<S> {
     async fn time_out(&self, saving: &Saving) -> Error {
         let Some(timer) = &self.options.timer else { return std::future::pending().await };
         let progress = || match saving.reads.get() + saving.appends.get() {
-            // This change waits for copies of other changes.
+            // The change waits for copies of other changes.
             0 => (false, self.saved.load(Ordering::Relaxed)),
             _ => (true, saving.ended.get()),
         };
@@ -222,7 +221,7 @@ impl<S: Storage> OldBytes<S> {
         let mut cache = BlockStatusCache::default();
         while !claimed.rest().is_empty() {
             let rest = claimed.rest();
-            // A short range is read at once: a query of its allocation takes as long.
+            // A short range is read at once: a query of its allocation takes as long as a read.
             if rest.length() > GRANULE {
                 let asked = InFlight::begin(&saving.reads, saving);
                 let (status, length) = self.source.block_status(rest, &mut cache).await?;
@@ -243,8 +242,8 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Records the whole clusters of `zeros` as zeros if they lie in a hole of the image, so that
-    /// readers still see a hole there. Reason: the change turns the whole clusters into data.
+    /// Records the clusters that `zeros` touches as zeros, as far as they lie in a hole of the
+    /// image. Reason: the change turns whole clusters into data, and readers must still see a hole.
     async fn save_hole(&self, zeros: ByteRange) -> Result<()> {
         let Some(cluster) = self.source.image().cluster_size().filter(|size| *size > BLOCK) else {
             return Ok(());
@@ -268,8 +267,8 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Copies `range`: the first claimed granules, or the claimed part of one. Returns the location
-    /// of the last granule.
+    /// Copies `range`: the first granules of the claim, or the claimed part of one granule. Returns
+    /// the location of the last granule.
     async fn copy_data(
         &self,
         claimed: &mut Claimed<'_>,

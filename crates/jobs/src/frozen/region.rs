@@ -17,7 +17,7 @@ pub(super) const GRANULE: u64 = BLOCK * GRANULE_BLOCKS as u64;
 pub(super) const REGION: u64 = 64 << 20;
 const REGION_GRANULES: usize = (REGION / GRANULE) as usize;
 
-/// Maximum bytes of a log: 8 TiB, because a word cannot number more blocks.
+/// Maximum bytes of a log: 8 TiB less 12 KiB, because a word cannot number more blocks.
 pub(super) const MAX_LOG: u64 = ((1 << 31) - Word::FIRST_LOG as u64) * BLOCK;
 /// Bytes of a granule's table.
 pub(super) const TABLE_BYTES: u64 = size_of::<Table>() as u64;
@@ -65,7 +65,8 @@ impl Word {
         (self.0 & Self::TABLE != 0).then_some((self.0 & !Self::TABLE) as usize)
     }
 
-    /// The state of the block `count` after one in this state, if they were saved together.
+    /// The state of the block `count` blocks after a block in this state, if both were saved
+    /// together.
     fn of_next(self, count: usize) -> Self {
         if self.0 >= Self::FIRST_LOG { Self(self.0 + count as u32) } else { self }
     }
@@ -80,7 +81,7 @@ impl Word {
 }
 
 impl From<Place> for Word {
-    /// The word of a block whose old bytes begin at `place`. In the log this is the start of a
+    /// The word of a block whose old bytes begin at `place`. A `place` in the log is the start of a
     /// block, below `MAX_LOG`.
     fn from(place: Place) -> Self {
         match place {

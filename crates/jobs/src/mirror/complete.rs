@@ -3,9 +3,9 @@
 //! Guarantees: one write decides, the write of the first sector in place of the mark. It is
 //! awaited, however long it takes, so its outcome is always known. The guest's changes wait for it
 //! for at most `MAX_PAUSE`. If the write fails or is late, changes continue on the source. Before
-//! they continue, the source's record is removed. After the end of that write, the mark is written
-//! again, so the mark is the last write to the first sector. A mirror that was late continues, and
-//! can be completed again. A mirror whose write failed has failed.
+//! they continue, the source's record is removed. After the write that decides has ended, the mark
+//! is written again, so the mark is the last write to the first sector. A mirror that was late
+//! continues, and can be completed again. A mirror whose write failed has failed.
 //!
 //! In a commit, an action of the caller decides ([`Mirror::before_switch`]). If the action fails or
 //! is late, the source stays the disk, and the caller [undoes](Mirror::source_kept) the effects of

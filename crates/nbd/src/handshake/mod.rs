@@ -2,10 +2,11 @@
 //! send and a decision.
 //!
 //! Fixed newstyle only ("Fixed newstyle negotiation"). Guarantees, for any input: memory stays
-//! below [`MAX_OPTION`] plus one feed and [`OUTPUT_PAUSE`] plus one reply. An option that is
-//! unknown, malformed or too long gets an error reply, and the next option is read. The connection
-//! ends only for errors that have no reply in the protocol. The state machine does no I/O, and
-//! finds exports through an [`ExportLookup`].
+//! below [`MAX_OPTION`] plus one feed, and [`OUTPUT_PAUSE`] plus the replies to one option. An
+//! option that is unknown, malformed or longer than [`MAX_OPTION`] gets an error reply, and the
+//! next option is read. The connection ends only for errors that have no reply in the protocol, and
+//! at the limits [`MAX_SKIP`] and [`MAX_OPTIONS`]. The state machine does no I/O, and finds exports
+//! through an [`ExportLookup`].
 
 mod negotiation;
 mod negotiator;
@@ -128,7 +129,7 @@ impl Handshake {
         progress
     }
 
-    /// Continues under TLS. Of the earlier state only the client's flags are kept.
+    /// Continues under TLS. Of the negotiated state only the client's flags are kept.
     pub fn tls_started(&mut self) {
         self.negotiator.start_over_with_tls();
     }

@@ -155,8 +155,8 @@ impl<S: Storage> Reader<S> {
             if left == 0 {
                 break;
             }
-            // A pause does not interrupt this, because skipped bytes are not kept and the request
-            // could not be resumed.
+            // A pause does not interrupt the skip, because skipped bytes are not kept and the
+            // request could not be resumed.
             self.fill_refused().await?;
         }
         self.reply(to, Reply::Error(error)).await;
@@ -222,8 +222,8 @@ impl<S: Storage> Reader<S> {
         Ok(())
     }
 
-    /// As [`receive`](Self::receive), for the rest of a request. The client must send it within the
-    /// limit `stall`.
+    /// As [`receive`](Self::receive), for the rest of a request. The client must make progress
+    /// within the limit `stall`.
     async fn receive_inside_request(
         &mut self,
         payload: Option<Payload<'_>>,

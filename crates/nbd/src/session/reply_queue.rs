@@ -70,7 +70,7 @@ pub struct Batch {
     small: Buffer,
     /// How many of those bytes there are.
     small_end: usize,
-    /// The permit of those replies; `None` when there are none.
+    /// The merged permits of those replies; `None` without such a reply.
     small_permit: Option<Permit>,
     /// The replies with data.
     data: VecDeque<(DataReply, Permit)>,
@@ -109,7 +109,7 @@ impl Batch {
     }
 
     /// Lends the next bytes to be sent, `limit` at most. The replies without data are first.
-    /// Returns the number of replies with data that end in these bytes.
+    /// Returns the number of replies with data that end in these bytes; replies with pages do not.
     pub fn lend(&mut self, list: &mut IoVectorList, limit: usize) -> usize {
         if self.small_permit.is_some() {
             list.push(self.small.lend_range(0, self.small_end));
@@ -138,7 +138,7 @@ impl Batch {
     }
 
     /// As [`lend`](Self::lend), but passes the bytes of each reply to `take` instead of lending
-    /// them.
+    /// them. No reply has pages.
     ///
     /// # Errors
     /// The error of `take`.
@@ -201,7 +201,7 @@ enum State {
 pub enum WriterAction {
     /// Send the batch.
     Send,
-    /// Drop the batch: the client has disconnected.
+    /// Drop the batch: the connection was aborted.
     Discard,
     /// End, because no reply is left.
     End,

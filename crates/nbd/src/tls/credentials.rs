@@ -1,5 +1,5 @@
-//! A server's certificates and keys. Reads them from files, also at a reload, and checks clients
-//! against them.
+//! A server's certificates and keys, read from files at the start and at each reload, and the check
+//! of clients against them.
 //!
 //! Guarantee: the credentials in use are always a complete, consistent set of files. If a reload
 //! fails, the old set stays in use.
@@ -85,8 +85,8 @@ impl TlsServer {
     /// Reads the files again. New connections use the new content.
     ///
     /// # Errors
-    /// As [`load`](Self::load), also if clients were checked and would not be checked from now on;
-    /// then the earlier files stay in use.
+    /// As [`load`](Self::load), also if clients were checked and would not be checked from now on.
+    /// After any error the earlier content stays in use.
     pub fn reload(&self) -> Result<(), TlsError> {
         let secrets = Arc::new(Secrets::read(&self.files)?);
         if let (TlsFiles::Certificates(folder), ClientCheck::None) = (&self.files, &secrets.check)

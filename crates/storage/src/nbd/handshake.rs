@@ -2,12 +2,12 @@
 //! extended headers, or else structured replies, if the server supports them; a metadata context;
 //! then GO.
 //!
-//! If the server does not support GO, or any other option, the export is chosen by EXPORT_NAME. An
-//! oldstyle server has one export without a name.
+//! If the server does not support GO, or supports EXPORT_NAME only, the export is chosen by
+//! EXPORT_NAME. An oldstyle server has one export without a name.
 //!
-//! Guarantees: with TLS, only the request for TLS is sent in the clear. Every length that a server
-//! sends is checked against a limit before memory is allocated for it. The export's size and block
-//! sizes are checked: values for which no valid request exists are refused.
+//! Guarantees: with TLS, only the client flags and the request for TLS are sent in the clear. Every
+//! length that a server sends is checked against a limit before memory is allocated for it. The
+//! export's size and block sizes are checked: values for which no valid request exists are refused.
 
 use std::sync::Arc;
 
@@ -71,7 +71,7 @@ pub(super) struct Wish<'a> {
 
 /// Why the negotiation failed.
 pub(super) enum Failure {
-    /// The server has ended the connection at the first option; it may support only EXPORT_NAME.
+    /// The first option, without TLS, got no valid reply. The server may support only EXPORT_NAME.
     Options(Refusal),
     Other(Refusal),
 }

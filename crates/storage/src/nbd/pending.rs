@@ -83,7 +83,7 @@ fn key(cookie: u64) -> usize {
 }
 
 impl Pending {
-    /// A connection without requests. Later requests count their writes in `unflushed`.
+    /// A connection without requests. Answered writes are counted in `unflushed`.
     pub(super) fn new(unflushed: Arc<UnflushedWrites>) -> Self {
         Self { slots: Slab::new(), queue: VecDeque::new(), unflushed, generation: 0 }
     }
@@ -229,8 +229,8 @@ impl Pending {
         Ok(self.publish(cookie, detached))
     }
 
-    /// Makes the outcome visible to the future, unless the payload is still being sent. Then
-    /// [`give_back`](Self::give_back) does so.
+    /// Makes the outcome visible to the future, and returns the task to wake. While the payload is
+    /// being sent, leaves both to [`give_back`](Self::give_back).
     fn publish(&mut self, cookie: u64, detached: &DetachedSyncs) -> Option<Waker> {
         let slot = &mut self.slots[key(cookie)];
         if matches!(slot.body, Body::BeingSent) {
@@ -258,8 +258,8 @@ impl Pending {
             }
             again.push(slot.header.cookie);
         }
-        // Sorted by age: the distance of the cookie's generation from the last one, which is right
-        // also after the counter has wrapped.
+        // Sorted by age: the distance between the cookie's generation and the last one. The
+        // distance is right even after the counter has wrapped.
         let last = self.generation;
         again.sort_by_key(|cookie| std::cmp::Reverse(last.wrapping_sub((cookie >> 32) as u32)));
         self.queue = again.into();

@@ -3,9 +3,10 @@
 //!
 //! Guarantees: the files are read when the storage is opened, and again for each later connection,
 //! so a renewed certificate is used. If the files cannot be read for a later connection, the
-//! content read before stays in use. A server that does not prove its identity is refused before
-//! anything is sent to it, with one line that states the fault. With a pre-shared key, the server
-//! must have that key: no certificate replaces it.
+//! content read before stays in use. Unless the URI turns verification off, a server that does not
+//! prove its identity is refused before the name of the export is sent. The error is one line that
+//! states the fault. With a pre-shared key, the server must have that key: no certificate replaces
+//! it.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -207,7 +208,7 @@ impl Beginning {
     }
 }
 
-/// The refusal of a server that has shown a certificate instead of the key.
+/// The refusal of a server that has not proved to have the key.
 fn refusal_of_keyless(identity: &str) -> Refusal {
     let what = format!("the server has not shown that it has the key of {identity:?}");
     Refusal { what, hint: Some(OTHER_KEYS) }

@@ -131,7 +131,7 @@ impl Transmission {
     }
 
     /// Waits for queued requests, and takes at most `limit` of them to send. `false` if the stream
-    /// has ended.
+    /// has ended, or if the connection is being closed and no request is queued.
     pub(super) async fn next_requests(
         &self,
         requests: &mut Vec<(RequestHeader, Option<IoVector>)>,
@@ -216,8 +216,8 @@ impl Transmission {
         self.state.lock().has_stream
     }
 
-    /// Starts closing the connection: the writer sends a disconnect request after all other
-    /// requests.
+    /// Starts closing the connection: the writer sends a disconnect request after all queued
+    /// requests. Requests that have no reply by then fail.
     pub(super) fn close(&self) {
         self.state.lock().is_closing = true;
         self.changed.notify_all();

@@ -9,8 +9,8 @@
 //!   the server may have lost the writes.
 //! - Memory use is constant (some counters), however much a guest writes.
 //!
-//! Only a flush on the oldest stream proves that the writes are durable. Its answer proves that the
-//! server process has run since before the other streams were opened, so the same process has
+//! Only a flush on the oldest stream proves that the writes are durable. Reason: its answer proves
+//! that one server process has run since before the other streams were opened. So this process has
 //! answered all unflushed writes. A flush on a younger stream may be answered by a restarted server
 //! that has lost the writes of older streams. Since only the oldest stream is relevant, the result
 //! does not depend on when a loop detects the end of a younger stream, or whether that loop still

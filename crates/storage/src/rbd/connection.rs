@@ -7,8 +7,8 @@
 //!
 //! Guarantees:
 //! - Every operation that was begun completes, also while the image is being closed, and its memory
-//!   is kept until then. If the image is closed during a blocking call whose future was dropped, it
-//!   stays open until that call ends.
+//!   is kept until then. If the image is closed during a blocking call whose future was dropped,
+//!   the image stays open, and its lock stays held, until that call ends.
 //! - After the cluster has fenced this client (put it on the blocklist), every operation fails with
 //!   the first error that reported this.
 
@@ -87,7 +87,8 @@ pub(super) struct Connection {
     notifier: OwnedFd,
     /// The threads whose loops watch the eventfd.
     reapers: Mutex<Vec<ThreadId>>,
-    /// Held during a blocking call: one at a time, so that the number of threads is bounded.
+    /// Held by the future of a blocking call, so that one call runs at a time. A call whose future
+    /// was dropped continues without the lock.
     blocking: async_lock::Mutex<()>,
 }
 
@@ -179,7 +180,8 @@ impl Connection {
         Arc::into_inner(image?)
     }
 
-    /// Closes the image and releases its lock.
+    /// Closes the image and releases its lock. Does not wait for a blocking call with a dropped
+    /// future, which closes the image later.
     ///
     /// # Errors
     /// Errors of the cluster; the image is closed nevertheless.

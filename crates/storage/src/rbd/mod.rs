@@ -9,8 +9,8 @@
 //!   a request later.
 //! - While an image is open for writing, this client holds its exclusive lock. If the client loses
 //!   the lock because it was fenced, every later request fails.
-//! - Requests begin and complete on the loop that made them; calls that block in librbd run on a
-//!   thread of their own.
+//! - Requests begin and complete on loops, without another thread; calls that block in librbd run
+//!   on a thread of their own.
 
 mod connection;
 #[expect(unsafe_code, reason = "it calls librbd")]
@@ -105,8 +105,8 @@ impl RbdStorage {
         if size > self.size() { self.set_size(size).await } else { Ok(()) }
     }
 
-    /// The identity of the image: its pool, the namespace, and the pool's id, independent of its
-    /// name.
+    /// The identity of the image: the pool, the namespace, and the image's id in the pool. The
+    /// image's name is not part of the identity.
     ///
     /// # Errors
     /// Errors of the cluster.

@@ -129,7 +129,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let was_negotiated = self.features & config::KNOWS_WRITE_CACHE;
         let is_negotiated = features & config::KNOWS_WRITE_CACHE;
         self.features = features;
-        // A new driver has started; it is not the same driver after a restart of the server.
+        // The driver is a new one. If the cache's state was restored, the earlier driver continues
+        // after a restart of the server, and the state stays.
         if was_negotiated != is_negotiated && !self.is_cache_restored {
             self.cache.set(config::initial_cache(features));
             self.keep_cache();

@@ -33,7 +33,7 @@ pub struct Setup<S: Storage> {
     pub kick: Kick,
     /// The maximum size of a request.
     pub limits: RequestLimits,
-    /// Called once, when the driver has broken the queue.
+    /// Called at most once, when an error of the driver or a loss of memory breaks the queue.
     pub error_handler: Box<dyn Fn(&Broken)>,
 }
 
@@ -71,7 +71,7 @@ pub struct Queue<S: Storage> {
 }
 
 impl<S: Storage> Queue<S> {
-    /// A queue without handlers, and how its guest kicks.
+    /// Returns a queue without handlers, and the kick of `setup`.
     pub fn new(setup: Setup<S>) -> (Self, Kick) {
         let Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler } = setup;
         let queue = Self {
@@ -120,7 +120,7 @@ impl<S: Storage> Queue<S> {
         self.wake_pending.set(true);
     }
 
-    /// Takes the mark that the ring task was woken, if it is set.
+    /// Clears the mark that the ring task was woken. Returns whether the mark was set.
     pub fn take_wake_pending(&self) -> bool {
         self.wake_pending.take()
     }
@@ -146,7 +146,7 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Cancels the stop of the queue, unless its front-end has disconnected.
+    /// Cancels a graceful stop. A queue that is disconnected or broken stays stopped.
     pub fn take_back_stop(&self) {
         if self.stop.get() == Some(StopMode::Graceful) {
             self.stop.set(None);
@@ -175,7 +175,7 @@ impl<S: Storage> Queue<S> {
     }
 
     /// How many requests have to be resubmitted before a graceful stop is complete. A disconnected
-    /// queue resubmits none, because they stay in the in-flight log for the next server.
+    /// queue resubmits none: the in-flight log keeps these requests for the next server.
     pub fn left_to_resubmit(&self) -> usize {
         match self.stop.get() {
             Some(StopMode::Disconnected) => 0,
@@ -189,12 +189,12 @@ impl<S: Storage> Queue<S> {
         self.in_flight.admits(1)
     }
 
-    /// Whether a request could be popped now.
+    /// Whether the queue could pop a request now, if the ring had one.
     fn has_free_handler(&self) -> bool {
         self.handlers.has_free() && self.stop.get().is_none() && self.has_room()
     }
 
-    /// Whether requests are available that could be popped now.
+    /// Whether the ring has a request that the queue could pop now.
     pub fn has_work(&self) -> bool {
         self.has_free_handler() && self.virtqueue.borrow().has_available()
     }
@@ -226,7 +226,8 @@ impl<S: Storage> Queue<S> {
         self.virtqueue.borrow().has_lost_memory()
     }
 
-    /// Breaks the queue after an error of its driver: no more requests are popped.
+    /// Breaks the queue after an error of its driver or a loss of memory: no more requests are
+    /// popped. Has no effect if a stop was requested before.
     pub fn break_off(&self, why: &Broken) {
         // Lost memory reads as zeros, which may look like a violation of the rules by the driver.
         let why = if self.has_lost_memory() { &Broken::MemoryLost } else { why };
@@ -245,8 +246,8 @@ impl<S: Storage> Queue<S> {
         }
         let disk = self.disk.name();
         if error.errno() == errno::EFAULT {
-            // This is no failure of the host: the guest gave invalid addresses, or its memory is
-            // being lost, which is logged at the end of the connection.
+            // EFAULT is no failure of the host: the guest gave invalid addresses, or its memory is
+            // being lost. The loss is logged at the end of the connection.
             tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }

@@ -8,9 +8,9 @@
 //! - with the mtime when the server opened the file: always, because both times are of the file
 //!   system's clock;
 //! - with the time of the server's last write: only if the file system uses this host's clock (NFS
-//!   does not). Without a session the tolerance is small. With a session the tolerance is large,
-//!   because a write may hang in the kernel and complete after the server's death. An image without
-//!   a session has no redo log on a file system with another clock (`keep`).
+//!   does not). The tolerance is large, because a write may hang in the kernel and complete after
+//!   the server's death. The tolerance is small only for a later mtime without a session. An image
+//!   without a session has no redo log on a file system with another clock (`keep`).
 
 use std::time::Duration;
 
@@ -65,9 +65,9 @@ pub(crate) enum Clock {
 struct Noted {
     /// The file's mtime when the server opened it; zero if unknown.
     modified_before: Duration,
-    /// The time when the server opened it.
+    /// The time when the server opened it, or `modified_before` if that is later.
     opened: Duration,
-    /// The time of the server's last write; without any write, the time when it opened the file.
+    /// The time of the server's last write; without any write, `opened`.
     last_write: Duration,
 }
 

@@ -41,8 +41,8 @@ impl StoredImage {
     }
 
     /// Warns if the image may lack changes because its killed server kept its state elsewhere than
-    /// where `uses` looks. Beside [`pending_changes`](Self::pending_changes), for a command that
-    /// reports those itself.
+    /// where `uses` looks. For a command that reports the [pending changes](Self::pending_changes)
+    /// itself.
     pub fn warn_of_state_elsewhere(&self, uses: &StateUse) {
         warn_of_possible(self, uses);
     }
@@ -89,8 +89,8 @@ pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// For an image that lacks no changes as far as is known: warns if its server may have left state
-/// elsewhere.
+/// Warns if the server of an image may have left state elsewhere. The image lacks no changes as far
+/// as is known.
 fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
     if !matches!(uses, StateUse::Off) && may_lack_changes(disk, uses) {
         warn_of_lost_session(disk, uses);

@@ -86,11 +86,11 @@ impl Ring {
 
     /// Adds an entry; the next `enter` submits it.
     pub(super) fn push(&mut self, entry: &squeue::Entry) -> Result<(), Full> {
-        // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
-        // there unmoved until its completion (guaranteed by `operation`); or it is the header for
-        // that operation, which the engine keeps as long; or it points to nothing. All completions
-        // that the caller reports come from the kernel, which has finished then. If the kernel
-        // loses one, the process ends (`enter`).
+        // SAFETY: the entry points to memory of an operation in the loop's table, which stays there
+        // unmoved until its completion (guaranteed by `operation`); or to the header for that
+        // operation, which the engine keeps as long; or to nothing. The caller reports only
+        // completions from the kernel, which has then finished with the memory. If the kernel loses
+        // a completion, the process ends (`enter`).
         unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
     }
 
@@ -188,10 +188,10 @@ impl Ring {
     }
 }
 
-/// Aborts: the kernel ran out of memory and dropped completions (io_uring_enter(2)). It is unknown
-/// which ones. A cancel does not find a direct transfer in progress at its device; its memory must
-/// not be reused. When the process ends the kernel waits for the devices, and a service manager
-/// restarts the server.
+/// Aborts: the kernel ran out of memory and dropped completions (io_uring_enter(2)). The dropped
+/// completions are unknown. A cancel does not find a direct transfer in progress at its device, so
+/// the transfer's memory must not be reused. When the process ends the kernel waits for the
+/// devices, and a service manager restarts the server.
 pub(super) fn end_process_without_completions() -> ! {
     eprintln!(
         "blockhouse: io_uring dropped completions, because the kernel is short of memory: ending"

@@ -34,7 +34,7 @@ const TABLE_ENTRIES: std::ops::RangeInclusive<u32> = 1..=65_536;
 /// Maximum size of an extent in sectors: 1 EiB.
 const MAX_SECTORS: u64 = 1 << 51;
 
-/// The same two values for extents of ESX.
+/// Supported grain sizes in sectors, and the number of entries of a grain table, of ESX extents.
 const ESX_GRAIN_SECTORS: std::ops::RangeInclusive<u64> = 1..=4096;
 const ESX_TABLE_ENTRIES: u64 = 4096;
 

@@ -25,7 +25,8 @@ use crate::qcow2::tables::{Scan, Step, Tables};
 
 use super::{Allocator, check_not_active};
 
-/// The minimum number of clusters, and the maximum number of bytes, that one preparation takes.
+/// One preparation takes an eighth of the file, but at least `MIN_AHEAD` clusters, and at most
+/// `MAX_AHEAD` bytes (or one cluster). A shorter free run is taken as it is.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 64 << 20;
 /// Minimum cluster size for preparation, because several smaller clusters would share a block of
@@ -40,8 +41,8 @@ pub(crate) struct Prepared {
     clusters: Range<u64>,
     /// Whether durable writes have taken new space since the last preparation.
     is_wanted: bool,
-    /// No preparation begins before the file has this many clusters, because the last preparation
-    /// failed or the host was short of space.
+    /// No preparation begins before the file has this many clusters. Reason: the last preparation
+    /// failed, the host was short of space, or a refcount block was missing.
     not_before: u64,
 }
 

@@ -1,7 +1,7 @@
 //! Walks an L1 table and its L2 tables and changes entries on disk, while the image is not open.
 //!
-//! Only changes are written, in whole sectors, so that after a crash each entry is either the old
-//! or the new one. Nothing is durable before the storage is flushed.
+//! Only slices with changes are written, in whole sectors, so that after a crash each entry is
+//! either the old or the new one. Nothing is durable before the storage is flushed.
 
 use std::collections::{BTreeSet, HashSet};
 

@@ -1,8 +1,9 @@
 //! Counts the references to each cluster, by reading every table of an image.
 //!
 //! An error is recorded and the walk continues, so that one damaged entry does not hide the other
-//! faults. Each table is read from disk once, however many references it has, and holes of the file
-//! are skipped, so that time and memory depend on the data in the file, not on its length.
+//! faults. Each L2 table is read once for the active disk and once for all snapshots, however many
+//! references it has. Holes of the file are skipped. So time and memory depend on the data in the
+//! file, not on its length.
 
 use std::collections::BTreeMap;
 
@@ -28,11 +29,11 @@ pub(crate) struct References<'a, S> {
     geometry: Geometry,
     /// The number of references, by host cluster.
     pub(crate) counts: Counts,
-    /// Guest clusters that are compressed, or have a host cluster of their own.
+    /// Guest clusters of the active disk that are compressed, or have a host cluster of their own.
     pub(crate) allocated: u64,
     pub(crate) compressed: u64,
-    /// Allocated guest clusters that do not directly follow the previous one in the file, and all
-    /// compressed ones.
+    /// Allocated guest clusters that do not directly follow, in the file, the previous one of their
+    /// L2 table, and all compressed ones.
     pub(crate) fragmented: u64,
     /// The faults, in words.
     pub(crate) problems: Vec<String>,

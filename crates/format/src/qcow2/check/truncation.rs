@@ -56,8 +56,8 @@ impl Truncation {
     }
 }
 
-/// Whether a table on disk, of the active disk or of a snapshot, refers to a cluster that begins at
-/// or after byte `length` of the file. The caller has made all changes durable.
+/// Whether an L1 or L2 table on disk, of the active disk or of a snapshot, refers to a cluster that
+/// begins at or after byte `length` of the file. The caller has made all changes durable.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -73,8 +73,8 @@ pub(crate) async fn refers_past<S: Storage>(
 
 /// Searches for a loss of the active disk; if the image is opened for writing, also of snapshots.
 ///
-/// A lost entry of the active L1 table in `l1` then refers to a cluster past the file's end: reads
-/// fail as those of a lost L2 table do.
+/// `find` replaces each lost entry of the active L1 table in `l1` by a reference to a cluster past
+/// the file's end. So reads of such an entry fail, as reads of a lost L2 table do.
 ///
 /// # Errors
 /// `Corrupt` if the image is opened for writing and anything is lost; or errors of the storage.
@@ -117,7 +117,7 @@ impl<S: Storage> Search<'_, S> {
         Truncation { offset, file_size: self.file_size }
     }
 
-    /// Replaces the lost entries of an L1 table at `offset`.
+    /// Replaces the lost entries of an L1 table at `offset` by references past the file's end.
     fn mark_lost_entries(&self, offset: u64, l1: &mut [u64]) {
         let end = self.geometry.clusters_for(self.file_size);
         let first_lost = self.file_size.saturating_sub(offset) / 8;

@@ -2,8 +2,8 @@
 
 use blockhouse_core::ByteRange;
 
-/// Bytes of a slice: the unit in which tables are read, cached and written, unless the storage's
-/// block is larger.
+/// Bytes of a slice, the unit in which tables are read, cached and written. A slice is longer if
+/// the storage's block is larger, and shorter if clusters are smaller.
 const SLICE: u64 = 4096;
 
 /// Cluster, table and entry sizes of an image.

@@ -70,8 +70,8 @@ impl DataPlacement {
     }
 
     /// The range of a change that becomes visible. In a data file, the range ends at the end of the
-    /// disk of `size` bytes, rounded up to a block, so that the file does not become longer than
-    /// the disk.
+    /// disk of `size` bytes, rounded up to a block, or at the end of `guest` if that is later. So
+    /// padding does not extend the file past the disk's last block.
     pub(super) fn within_disk(&self, whole: ByteRange, guest: ByteRange, size: u64) -> ByteRange {
         let Self::DataFile(file) = self else { return whole };
         let end = size.next_multiple_of(file.block).max(guest.end());

@@ -77,7 +77,7 @@ pub(super) fn write_method(
 
 impl Mapper<'_> {
     /// Maps the first bytes of `range` for a write. `range` must lie before the end of the disk's
-    /// last cluster.
+    /// last cluster, or of the part for which a growth has added L1 entries.
     pub(crate) fn map_write(&mut self, range: ByteRange) -> Step<Extent> {
         self.tables.check_dirty_limit()?;
         let geometry = self.tables.geometry();

@@ -181,7 +181,7 @@ impl WritebackBatch {
         }
     }
 
-    /// Copies dirty slices. If the table of a slice is new, copies the whole table.
+    /// Copies the dirty slices of tables that are on disk, and copies every new table as a whole.
     fn copy_slices(&mut self, tables: &mut Tables, kind: SliceKind) {
         let geometry = tables.geometry;
         for copy in tables.cache.begin_writeback(kind) {

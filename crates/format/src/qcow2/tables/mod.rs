@@ -117,8 +117,8 @@ impl Tables {
         self.switch(active.header, active.l1, active.refcount_table)
     }
 
-    /// As [`replace`](Self::replace), by tables whose clusters are counted in the current
-    /// refcounts. So the end of the file remains the same.
+    /// As [`replace`](Self::replace), but the current refcounts count the clusters of the new
+    /// tables. So the end of the file remains the same.
     pub(crate) fn switch(
         &mut self,
         header: Header,

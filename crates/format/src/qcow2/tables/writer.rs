@@ -5,7 +5,8 @@
 //!    ([`TableWriter::drained`]).
 //! 2. Writes of the header are made one at a time, because each replaces the whole first sector.
 //! 3. The first failure is stored, and no table is written until the image is opened again. ENOSPC
-//!    is not stored: the write is repeated, which also completes a partial write.
+//!    of a write is not stored: the write is repeated, which also completes a partial write. ENOSPC
+//!    of a flush is stored.
 
 use std::future::Future;
 

@@ -31,8 +31,8 @@ impl<S: Storage> Qcow2Header<'_, S> {
     /// ensures that the new file has the content that the image relies on.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is empty, too long, or too long for the header; storage
-    /// errors.
+    /// `InvalidInput` for a name that is empty, too long, or too long for the header, and for any
+    /// name if the data file is the raw disk; `ReadOnly`; storage errors.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         rare(change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions)).await
     }

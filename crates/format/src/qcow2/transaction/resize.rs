@@ -2,12 +2,12 @@
 //!
 //! To grow, the L1 entries are added first and the size is changed last. In between, the caller can
 //! zero the bytes that would become visible. All steps that may fail with ENOSPC come before the
-//! data file is extended. The header of a side file has a second size that its data file may have;
-//! after a crash during the change the data file is truncated to the disk's size. To shrink, the
-//! clusters beyond the new end are removed first. After a crash the disk has the old size, and old
-//! data does not reappear when the disk grows again. The size and the number of L1 entries change
-//! with one write of the header. If the image has bitmaps, this write is the write of a transaction
-//! that also changes the bitmaps' tables.
+//! data file is extended. During the change, the header of a side file has a second size that its
+//! data file may have. After a crash during the change, the data file is truncated to the disk's
+//! size. To shrink, the clusters beyond the new end are removed first. After a crash before the
+//! size changes, the disk has the old size, and old data does not reappear when the disk grows
+//! again. The size and the number of L1 entries change with one write of the header. If the image
+//! has bitmaps, this write is the write of a transaction that also changes the bitmaps' tables.
 
 use std::ops::Range;
 
@@ -203,7 +203,7 @@ async fn empty_last_table<S: Storage>(metadata: &Metadata<S>, size: u64) -> Resu
 /// Checks that the image may have a disk of this size.
 ///
 /// # Errors
-/// The image is read-only; `InvalidInput`.
+/// `ReadOnly`; the recorded error of an image that was found to be corrupt; `InvalidInput`.
 fn check_size<S: Storage>(metadata: &Metadata<S>, size: u64) -> Result<()> {
     metadata.check_writable()?;
     metadata.check_intact()?;

@@ -24,7 +24,7 @@ use crate::qcow2::layout::{entry, refcount, table_io, words};
 
 use super::shadow_slices::ShadowSlices;
 
-/// Maximum parts of blocks that are read concurrently.
+/// Maximum number of parts of blocks that are read concurrently.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// The old and new refcounts of a transaction; see the module's documentation.
@@ -42,7 +42,7 @@ pub(crate) struct ShadowRefcounts {
     /// Clusters that a dropped write may still modify. Their refcounts must not become 0, because
     /// the late write would corrupt a new owner's data.
     quarantined: HashSet<u64>,
-    /// No cluster before this cluster is free.
+    /// Allocations search from this cluster on, and use no cluster before it.
     cursor: u64,
 }
 
@@ -167,7 +167,7 @@ impl ShadowRefcounts {
         Ok(())
     }
 
-    /// Removes a reference to a cluster.
+    /// Removes a reference to a cluster. A quarantined cluster keeps its last reference.
     ///
     /// # Errors
     /// `Corrupt` for a cluster that counts as free.

@@ -101,7 +101,7 @@ impl<S: Storage> ReserveFiller<'_, S> {
         Ok(())
     }
 
-    /// Processes pending frees, unless the storage has grown by writes: in this case only the
+    /// Processes pending frees, unless writes have made the storage longer. In this case only the
     /// extension in advance has failed.
     ///
     /// # Errors

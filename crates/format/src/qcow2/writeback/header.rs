@@ -2,8 +2,8 @@
 //!
 //! 1. Before the first change of an image its autoclear bits are cleared, durably, except the bits
 //!    of features that this program keeps consistent (bitmaps, for example). If a redo log is
-//!    attached, the same write sets the session bits. Other programs clear these bits before they
-//!    change the image, and another process with a redo log sets different session bits, so a
+//!    attached, the same write sets the session bits. Other programs clear the session bits before
+//!    they change the image. Another process with a redo log sets different session bits. So a
 //!    replay detects changes by both.
 //! 2. If an image that is open for writing contradicts itself, it is marked as corrupt, durably,
 //!    and not changed again while it is open.

@@ -34,7 +34,7 @@ enum Phase {
         /// The session to resume, while the connection is paused.
         paused: Option<PausedSession>,
     },
-    /// Shutdown was requested at this time; `None` if its stream is shut down.
+    /// Shutdown was requested at this time; `None` if the connection's stream is shut down.
     Ending(Option<Instant>),
 }
 
@@ -200,7 +200,8 @@ impl Entry {
         &self.stream
     }
 
-    /// Begins the shutdown. Requests that were received already complete and get their replies.
+    /// Begins the shutdown. The requests that the server has received still complete and get their
+    /// replies. A client before the transmission phase is disconnected.
     pub fn end(&mut self) {
         match &self.phase {
             Phase::Transmission { shutdown, .. } => {

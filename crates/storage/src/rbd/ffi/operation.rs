@@ -2,7 +2,7 @@
 //! completion.
 //!
 //! Guarantees: an operation's memory is neither moved nor freed until librbd has completed the
-//! operation; each waiter is notified once.
+//! operation; the waiter of each operation that was begun is notified once.
 
 use std::ffi::c_int;
 use std::io;
@@ -72,7 +72,8 @@ impl<W: Waiter> Image<W> {
         let begun = created.and_then(|_| unsafe { self.begin(call, owned, completion) });
         if let Err(error) = begun {
             self.in_flight.fetch_sub(1, Ordering::Relaxed);
-            // SAFETY: librbd has refused, so neither is used by it, and no completion comes.
+            // SAFETY: librbd has refused the operation, so it uses neither the completion nor the
+            // box, and no completion comes.
             unsafe {
                 if !completion.is_null() {
                     (self.rbd().rbd_aio_release)(completion);
@@ -118,13 +119,13 @@ impl<W: Waiter> Image<W> {
         check(code).map(drop)
     }
 
-    /// Completes all operations that librbd has completed.
+    /// Fetches all completions: drops the operations' memory, and notifies their waiters.
     pub(crate) fn reap(&self) {
         let rbd = self.rbd();
         let mut completions = [ptr::null_mut(); MAX_COMPLETIONS];
         loop {
             let (first, room) = (completions.as_mut_ptr(), MAX_COMPLETIONS as c_int);
-            // SAFETY: there is room for as many.
+            // SAFETY: `completions` has room for that many.
             let count = unsafe { (rbd.rbd_poll_io_events)(self.handle, first, room) };
             let count = usize::try_from(count).unwrap_or(0);
             for &completion in &completions[..count] {

@@ -75,7 +75,7 @@ impl<'a, S: Storage> Space<'a, S> {
         self.is_closed = is_closed;
     }
 
-    /// Fails if this many clusters are not available now.
+    /// Fails if the tables are frozen and fewer than `count` clusters are spare.
     pub(super) fn check_room(&self, count: usize) -> Result<(), Halt> {
         if self.is_closed && self.spare.len() < count { Err(Halt::NoSpare) } else { Ok(()) }
     }
@@ -105,7 +105,7 @@ impl<'a, S: Storage> Space<'a, S> {
         self.spare.extend(std::mem::take(&mut self.used));
     }
 
-    /// Reserves at least this many clusters.
+    /// Allocates clusters until at least this many are spare.
     pub(super) async fn fill(&mut self, count: u64) -> Result<()> {
         while (self.spare.len() as u64) < count {
             self.allocate_spare(count - self.spare.len() as u64).await?;
