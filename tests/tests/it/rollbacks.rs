@@ -118,6 +118,19 @@ fn the_overlay_s_space_is_free_at_once() {
 }
 
 #[test]
+fn another_name_of_the_overlay_keeps_what_it_has() {
+    let forked = Forked::new("disk.img");
+    drop(forked.writer);
+    // Beside the layer it would be another overlay.
+    let folder = forked.scratch.path("kept");
+    std::fs::create_dir(&folder).expect("a folder");
+    let kept = folder.join("over.qcow2");
+    std::fs::hard_link(&forked.over, &kept).expect("a link");
+    ctl(&forked.scratch, &["rollback", "disk.img"]).success();
+    assert!(!forked.over.exists() && std::fs::metadata(&kept).expect("the link").len() > 0);
+}
+
+#[test]
 fn a_layer_that_others_stand_on_is_left_alone_and_they_are_named() {
     for name in ["disk.img", "disk.qcow2"] {
         let mut forked = Forked::new(name);
