@@ -28,7 +28,7 @@ const SEED: &str = "BLOCKHOUSE_SEED";
 
 /// The package of the tests that wait for other processes for more than half of their time.
 const BLACK_BOX: &str = "blockhouse-tests";
-/// If more black-box tests failed, none is repeated: so many failures have one cause.
+/// The maximum number of black-box tests that are repeated. More failures have a common cause.
 const MAX_REPEATED: usize = 3;
 /// How often a repeated test must pass.
 const REPETITIONS: usize = 3;
@@ -89,12 +89,13 @@ pub fn run(
     let logs = workspace.target().join("test-logs");
     std::fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
     println!("xtask: {} test programs; their logs are in {}", programs.len(), logs.display());
-    let (logs, failed) = (&logs, &Mutex::new(Vec::new()));
+    let failed = Mutex::new(Vec::new());
+    let (logs, found) = (&logs, &failed);
     let mut work: Vec<Work<'_>> = Vec::new();
     for program in &programs {
         work.push(Box::new(move || {
             let of_program = program.run(logs, environment, on_failure)?;
-            failed.lock().expect("no panic").extend(of_program);
+            found.lock().expect("no panic").extend(of_program);
             Ok(())
         }));
     }
@@ -102,7 +103,7 @@ pub fn run(
     work.splice(longest..longest, others);
     workers::side_by_side(&work, |work| work())?;
     drop(work);
-    let failed = std::mem::take(&mut *failed.lock().expect("no panic"));
+    let failed = failed.into_inner().expect("no panic");
     ensure!(failed.len() <= MAX_REPEATED, "{} black-box tests failed", failed.len());
     failed.iter().try_for_each(|failed| failed.repeat(logs, environment))?;
     Ok(failed.into_iter().map(|failed| failed.test).collect())
@@ -134,7 +135,7 @@ impl Program {
         })
     }
 
-    /// Runs all tests. Returns those that failed and are to be repeated.
+    /// Runs all tests. Returns the failed tests that are to be repeated.
     fn run(
         &self,
         logs: &Path,

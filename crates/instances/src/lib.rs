@@ -5,11 +5,11 @@
 //! are compiled with little or no optimization, because they hand requests to the path one by one
 //! only in `bench` and at the ends of a copy.
 //!
-//! Those crates use a function as it is compiled here under two conditions. The function is never
-//! inlined, as [`rare`] is, through which the long-lived and the rare futures of the path go. And a
-//! function below mentions it for [`ImageStorage`].
+//! The crates above use the copy of a function that is compiled here under two conditions. The
+//! function is never inlined: [`rare`] is not, and the long-lived and the rare futures of the path
+//! go through it. And a function below mentions the future for [`ImageStorage`].
 //!
-//! Nobody calls the functions below: it is enough that they are compiled.
+//! The functions below are only compiled, and never called.
 #![forbid(unsafe_code)]
 
 use std::io;

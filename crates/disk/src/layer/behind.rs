@@ -28,7 +28,7 @@ impl<S: Storage> Layer<S> {
         self.behind.now().map(|backing| last(&backing.layer))
     }
 
-    /// The backing file of this layer, for an unallocated cluster; an error if there is none.
+    /// The backing file of this layer, for an unallocated cluster; without one, an error.
     pub(super) fn backing(&self) -> Result<&Arc<Self>> {
         self.backing_layer().ok_or_else(|| {
             let what = "the image needs its backing file, which was not opened with it";

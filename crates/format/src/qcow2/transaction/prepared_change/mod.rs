@@ -135,7 +135,7 @@ impl<S: Storage> PreparedChange<'_, S> {
     /// returns true.
     ///
     /// # Errors
-    /// Those errors of [`take`](Self::take) that are already known.
+    /// The errors of [`take`](Self::take) that are already known.
     pub async fn update(&mut self, is_cancelled: &dyn Fn() -> bool) -> Result<Preparation> {
         self.space.set_closed(false);
         loop {
