@@ -113,8 +113,10 @@ pub trait Storage: 'static {
     /// Changes the size. New bytes read as zeros. Not durable before the next full flush.
     fn resize(&self, size: u64) -> impl Future<Output = Result<()>>;
 
-    /// Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) if the storage is known to be
-    /// unable to become `size` bytes long, however much space is free. Changes nothing.
+    /// Fails if the storage is known to be unable to become `size` bytes long, however much space
+    /// is free: with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if it has another
+    /// size that never changes, else with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace).
+    /// Changes nothing.
     fn check_size(&self, _size: u64) -> Result<()> {
         Ok(())
     }

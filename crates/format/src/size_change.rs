@@ -49,8 +49,8 @@ impl<S: Storage> SizeChange<'_, S> {
     /// Makes the guest's disk shorter. Data past the new size is lost, and its space is freed.
     /// Durable with the next full flush. After a crash before that flush the disk has the old size,
     /// and some bytes past the new size read as zeros or from the backing file. Refuses a size that
-    /// is no multiple of 512, and images of version 2 with snapshots. The caller keeps requests
-    /// away from the bytes from the new size on.
+    /// is no multiple of 512, images of version 2 with snapshots, and data files of fixed size that
+    /// are longer than `size`. The caller keeps requests away from the bytes from the new size on.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         match self.format {
             Format::Flat(flat) => flat.shrink(size).await,

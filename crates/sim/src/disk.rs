@@ -352,6 +352,14 @@ impl Storage for SimDisk {
         self.operate(Operation::Flush(sync), None).await
     }
 
+    fn check_size(&self, size: u64) -> Result<()> {
+        if self.shared.state.lock().config.size == Size::Grows || size == self.size() {
+            return Ok(());
+        }
+        let source = io::Error::from_raw_os_error(errno::EOPNOTSUPP);
+        Err(Error::host("cannot resize", source).on(self.name()))
+    }
+
     async fn resize(&self, size: u64) -> Result<()> {
         self.operate(Operation::Resize(size), None).await
     }

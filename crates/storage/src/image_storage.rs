@@ -202,7 +202,8 @@ impl Storage for ImageStorage {
     fn check_size(&self, size: u64) -> Result<()> {
         match self {
             Self::File(file) => file.check_size(size),
-            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => Ok(()),
+            Self::Nbd(nbd) => nbd.check_size(size),
+            Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => Ok(()),
         }
     }
 

@@ -427,6 +427,10 @@ impl HostFile {
         Error::new(ErrorKind::Unsupported, format!("{what} is not supported here")).on(&self.name)
     }
 
+    fn fixed_size(&self) -> Error {
+        self.unsupported("resizing a block device").hint("resize the device itself")
+    }
+
     /// Writes zeros to a range of less than two blocks of a device.
     async fn write_few_zeros(&self, range: ByteRange) -> Result<()> {
         if range.is_empty() {
@@ -638,6 +642,9 @@ impl Storage for HostFile {
     /// Sets the file's position, which no request uses: the kernel refuses a position beyond the
     /// maximum file size of the file system.
     fn check_size(&self, size: u64) -> Result<()> {
+        if self.kind == FileKind::BlockDevice && size != self.size() {
+            return Err(self.fixed_size());
+        }
         match rustix::fs::seek(&*self.file, SeekFrom::Start(size)) {
             Err(Errno::INVAL) if self.kind == FileKind::Regular => {
                 let what = format!("its file system has no files of {size} bytes");
@@ -649,9 +656,7 @@ impl Storage for HostFile {
 
     async fn resize(&self, size: u64) -> Result<()> {
         if self.kind == FileKind::BlockDevice {
-            return Err(self
-                .unsupported("resizing a block device")
-                .hint("resize the device itself"));
+            return Err(self.fixed_size());
         }
         let file = Arc::clone(&self.file);
         // A smaller size is recorded first, because `check_not_cut` relies on it.

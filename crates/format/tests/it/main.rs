@@ -5,6 +5,7 @@ mod common;
 mod qcow2_corrupt_bit;
 mod qcow2_crash;
 mod qcow2_damage;
+mod qcow2_data_file;
 mod qcow2_operations;
 mod qcow2_read;
 mod qcow2_repair;

@@ -363,12 +363,16 @@ impl Storage for NbdStorage {
         self.set_answer_time(Some(CLOSE_TIME));
     }
 
-    async fn resize(&self, size: u64) -> Result<()> {
+    fn check_size(&self, size: u64) -> Result<()> {
         if size == self.export().size {
             Ok(())
         } else {
             Err(self.unsupported("the size of an NBD export cannot be changed by a client"))
         }
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        self.check_size(size)
     }
 
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {

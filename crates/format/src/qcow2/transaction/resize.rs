@@ -65,7 +65,8 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
     /// not allow.
     pub fn check(&self, size: u64) -> Result<()> {
         check_size(&self.image.metadata, size)?;
-        self.image.metadata.writer().data_file().map_or(Ok(()), |data| data.check_size(size))
+        let data = self.image.metadata.writer().data_file();
+        data.filter(|data| data.size() < size).map_or(Ok(()), |data| data.check_size(size))
     }
 
     /// Adds the entries for a disk of `size` bytes without changing the disk's size. Entries up to
@@ -106,7 +107,11 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
         live.note_resize(metadata).await
     }
 
-    /// Makes the disk shorter.
+    /// Makes the disk shorter, and cuts off its data file.
+    ///
+    /// # Errors
+    /// `Unsupported`, without a change, if the data file is longer than `size` and has a fixed
+    /// size. If a data file cannot be cut for another reason, the disk is shorter nevertheless.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         check_size(metadata, size)?;
@@ -114,6 +119,9 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
             let what = format!("cannot shrink a disk of {} bytes to {size}", metadata.size());
             return Err(invalid(metadata, what));
         }
+        let data = metadata.writer().data_file();
+        let longer_data = data.filter(|data| data.size() > size);
+        longer_data.map_or(Ok(()), |data| data.check_size(size))?;
         metadata.autoclear().begin_changes().await?;
         let emptied = empty_last_table(metadata, size).await;
         metadata.marking(emptied).await?;
@@ -127,12 +135,14 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
             note_in_side_file(metadata, |header| DataFileMark::set_other_size(header, old)).await?;
             metadata.step(|state| state.thawed_mapper()?.cut(size)).await?;
         }
-        if let Some(data) = metadata.writer().data_file() {
+        metadata.publish_size(size);
+        if data.is_some() {
             // The data file must not be cut off before the disk is durably shorter.
             metadata.flush(SyncMode::Data).await?;
+        }
+        if let Some(data) = longer_data {
             data.resize(size).await?;
         }
-        metadata.publish_size(size);
         live.note_resize(metadata).await
     }
 }
