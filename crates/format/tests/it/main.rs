@@ -7,6 +7,7 @@ mod qcow2_crash;
 mod qcow2_damage;
 mod qcow2_data_file;
 mod qcow2_operations;
+mod qcow2_rare_tables;
 mod qcow2_read;
 mod qcow2_repair;
 mod qcow2_replay;

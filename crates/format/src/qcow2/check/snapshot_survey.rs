@@ -69,6 +69,8 @@ pub(crate) struct SnapshotSurvey {
     pub(crate) is_prefix: bool,
     /// Bytes of the table up to its last readable entry.
     pub(crate) length: u64,
+    /// Locations of the L1 tables of snapshots that cannot be used.
+    pub(crate) unusable_l1_tables: Vec<L1Location>,
 }
 
 impl SnapshotSurvey {
@@ -77,8 +79,13 @@ impl SnapshotSurvey {
     /// # Errors
     /// Errors of the storage only.
     pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Self> {
-        let mut survey =
-            Self { usable: Vec::new(), faults: Vec::new(), is_prefix: true, length: 0 };
+        let mut survey = Self {
+            usable: Vec::new(),
+            faults: Vec::new(),
+            is_prefix: true,
+            length: 0,
+            unusable_l1_tables: Vec::new(),
+        };
         if header.snapshots > 0 && !header.has_possible_snapshot_table() {
             let offset = header.snapshots_offset;
             let what = format!("the snapshot table has the invalid offset {offset}");
@@ -136,7 +143,10 @@ impl SnapshotSurvey {
             // An entry after an empty one does not directly follow the usable entries before it.
             self.is_prefix &= empty == 0;
             match fault_of(&entry, header, storage.size()) {
-                Some(why) => self.fault(format!("{} cannot be used: {why}", entry.called())),
+                Some(why) => {
+                    self.unusable_l1_tables.push(L1Location::of(&entry));
+                    self.fault(format!("{} cannot be used: {why}", entry.called()));
+                }
                 None => {
                     if reader.was_guessed() {
                         let what = "has extra data of an invalid length";

@@ -20,9 +20,11 @@ use crate::qcow2::layout::entry::{self, Entry};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::options::Access;
+use crate::qcow2::layout::snapshot_table::FIXED;
 use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::{refcount, table_io, words};
 
+use super::bitmaps;
 use super::snapshot_survey::SnapshotSurvey;
 
 /// A known loss of an image's file.
@@ -56,8 +58,9 @@ impl Truncation {
     }
 }
 
-/// Whether an L1 or L2 table on disk, of the active disk or of a snapshot, refers to a cluster that
-/// begins at or after byte `length` of the file. The caller has made all changes durable.
+/// Whether a table on disk, of the active disk, of snapshots or of bitmaps, refers to a cluster
+/// that begins at or after byte `length` of the file, or is there itself. The caller has made all
+/// changes durable, and knows that the active L1 table and the refcounts are before `length`.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -158,7 +161,8 @@ impl<S: Storage> Search<'_, S> {
         Ok((at.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
     }
 
-    /// A lost table or data cluster to which the active tables or the tables of a snapshot refer.
+    /// A lost table, or a lost data cluster to which the active tables or the tables of a snapshot
+    /// refer.
     async fn among_all(&self, header: &Header, l1: &[u64]) -> Result<Option<Truncation>> {
         let mut found = self.among_tables(l1, &[]);
         if found.is_none() {
@@ -168,6 +172,10 @@ impl<S: Storage> Search<'_, S> {
             return Ok(found);
         }
         let snapshots = SnapshotSurvey::read(self.storage, header).await?;
+        found = self.among_other_tables(header, &snapshots).await?;
+        if found.is_some() {
+            return Ok(found);
+        }
         for l1 in snapshots.l1_tables() {
             let bytes = table_io::read(self.storage, l1.offset, l1.length() as usize).await?;
             let l1 = words::words_of(&bytes);
@@ -179,6 +187,36 @@ impl<S: Storage> Search<'_, S> {
                 break;
             }
         }
+        Ok(found)
+    }
+
+    /// A lost table of snapshots, or a lost part of bitmaps that are consistent with the disk.
+    async fn among_other_tables(
+        &self,
+        header: &Header,
+        snapshots: &SnapshotSurvey,
+    ) -> Result<Option<Truncation>> {
+        let mut found = None;
+        let mut look_at = |offset: u64, length: u64| {
+            let last = offset.saturating_add(length.saturating_sub(1));
+            if length > 0 && self.is_lost(last) {
+                found.get_or_insert(self.lost(last));
+            }
+        };
+        // The entries that are lost have at least their fixed fields.
+        let least = u64::from(header.snapshots) * FIXED as u64;
+        look_at(header.snapshots_offset, snapshots.length.max(least));
+        for l1 in snapshots.l1_tables().chain(snapshots.unusable_l1_tables.iter().copied()) {
+            if l1.is_possible(self.geometry) {
+                look_at(l1.offset, l1.length());
+            }
+        }
+        let add = |_: &str, offset, length| {
+            look_at(offset, length);
+            Ok(())
+        };
+        // A fault of bitmaps prevents no opening: they are lost with the first change.
+        let _ = bitmaps::walk(self.storage, header, add).await?;
         Ok(found)
     }
 

@@ -14,7 +14,7 @@ use super::words::{self, be32, be64};
 use super::{names, table_io};
 
 /// The length of an entry without extra data, id and name.
-const FIXED: usize = 40;
+pub(crate) const FIXED: usize = 40;
 /// Extra data of new entries: size of the VM state, size of the disk, instruction count.
 const EXTRA: usize = 24;
 const NO_INSTRUCTION_COUNT: u64 = u64::MAX;
