@@ -6,6 +6,7 @@ mod qcow2_corrupt_bit;
 mod qcow2_crash;
 mod qcow2_damage;
 mod qcow2_data_file;
+mod qcow2_header_changes;
 mod qcow2_operations;
 mod qcow2_rare_tables;
 mod qcow2_read;

@@ -3,12 +3,13 @@
 //! 1. A write owns its bytes. A write is counted as in flight until the storage has completed it,
 //!    even if its future was dropped, so that a later write of the same table can wait for it
 //!    ([`TableWriter::drained`]).
-//! 2. Writes of the header are made one at a time, because each replaces the whole first sector.
+//! 2. Writes of the header are made one at a time, because each replaces whole blocks.
 //! 3. The first failure is stored, and no table is written until the image is opened again. ENOSPC
 //!    of a write is not stored: the write is repeated, which also completes a partial write. ENOSPC
 //!    of a flush is stored.
 
 use std::future::Future;
+use std::ops::Range;
 
 use async_lock::Semaphore;
 use blockhouse_core::sync::{ErrorLatch, WaitGroup, run_all};
@@ -106,19 +107,32 @@ impl<S: Storage> TableWriter<S> {
     }
 
     /// Changes the first sector, which holds all fields of the header that ever change. The change
-    /// is durable with the next flush. Changes are made one at a time, so that no change restores
-    /// bytes that another change has replaced.
+    /// is durable with the next flush.
     pub(crate) async fn write_header<T>(&self, patch: impl FnOnce(&mut [u8]) -> T) -> Result<T> {
+        self.write_header_part(0..SECTOR, patch).await
+    }
+
+    /// Changes a part of the first cluster, by a write of whole blocks. The change is durable with
+    /// the next flush. Changes are made one at a time, so that no change restores bytes that
+    /// another change has replaced.
+    pub(crate) async fn write_header_part<T>(
+        &self,
+        part: Range<usize>,
+        patch: impl FnOnce(&mut [u8]) -> T,
+    ) -> Result<T> {
         let _alone = self.header_lock.acquire().await;
         // A write whose future was dropped may still be in flight.
         self.header_writes.wait().await;
-        let block = self.storage.capabilities().alignment.offset as usize;
-        let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
-        let patched = patch(&mut bytes);
+        let block = (self.storage.capabilities().alignment.offset as usize).max(SECTOR);
+        let start = part.start / block * block;
+        let length = part.end.next_multiple_of(block) - start;
+        let mut bytes = table_io::read(&self.storage, start as u64, length).await?;
+        let patched = patch(&mut bytes[part.start - start..part.end - start]);
         let mut buffer = Buffer::new(bytes.len());
         buffer.bytes_mut().copy_from_slice(&bytes);
         let guards = (self.writes.enter(), self.header_writes.enter());
-        self.storage.write(0, buffer.lend().with_guard(guards), Durability::None).await?;
+        let vector = buffer.lend().with_guard(guards);
+        self.storage.write(start as u64, vector, Durability::None).await?;
         Ok(patched)
     }
 
@@ -137,14 +151,15 @@ impl<S: Storage> TableWriter<S> {
     /// lost.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         let data = match &self.data {
-            Some(data) => data.flush(sync).await,
+            Some(data) => data.flush(sync).await.inspect_err(|error| self.fail(error)),
             None => Ok(()),
         };
-        let outcome = data.and(self.storage.flush(sync).await);
-        if let Err(error) = &outcome {
-            self.fail(error);
-        }
-        outcome
+        data.and(self.flush_image(sync).await)
+    }
+
+    /// As [`flush`](Self::flush), without the data file.
+    pub(crate) async fn flush_image(&self, sync: SyncMode) -> Result<()> {
+        self.storage.flush(sync).await.inspect_err(|error| self.fail(error))
     }
 
     /// Returns a range of the file to the host. The punch is a hint: if it fails, the file keeps

@@ -14,7 +14,7 @@
 //! has either the old backing file or the new one. If the extensions do not fit, the change is
 //! refused.
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode, rare};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, rare};
 
 use crate::qcow2::header::Qcow2Header;
 use crate::qcow2::layout::extensions::{self, BACKING_FORMAT, Extension, FEATURE_NAMES};
@@ -67,10 +67,11 @@ async fn change_backing<S: Storage>(
         return Err(invalid("its data file is the raw disk, which has no backing file"));
     }
     let length = metadata.geometry().cluster_size() as usize;
-    let mut bytes = table_io::read(storage, 0, length).await?;
+    let bytes = table_io::read(storage, 0, length).await?;
     let new = with_backing(&old, backing);
     let no_room = || invalid("the header has no room for it");
     let NewLayout { list, name_offset } = lay_out(&old, &new, &bytes, place).ok_or_else(no_room)?;
+    metadata.autoclear().begin_changes_beside_guest_data().await?;
     let name = new.backing.as_ref().map_or(&[][..], |backing| &backing.name);
     let mut after = bytes.clone();
     after[new.length..SECTOR].fill(0);
@@ -80,8 +81,10 @@ async fn change_backing<S: Storage>(
     }
     let changed = (SECTOR..after.len()).filter(|&at| after[at] != bytes[at]);
     if let (Some(first), Some(last)) = (changed.clone().min(), changed.max()) {
-        bytes[SECTOR..].copy_from_slice(&after[SECTOR..]);
-        write_header_part(metadata, &bytes, first, last + 1 - first).await?;
+        let part = first..last + 1;
+        let patch = |bytes: &mut [u8]| bytes.copy_from_slice(&after[part.clone()]);
+        metadata.writer().write_header_part(part.clone(), patch).await?;
+        metadata.sync(SyncMode::Data).await?;
     }
     let patch = |bytes: &mut [u8]| {
         bytes[8..16].copy_from_slice(&(name_offset.unwrap_or(0) as u64).to_be_bytes());
@@ -112,22 +115,6 @@ pub(super) async fn free_first_sector<S: Storage>(metadata: &Metadata<S>) -> Res
         return Ok(());
     }
     change_backing(metadata, backing, NamePlace::BeyondFirstSector).await
-}
-
-/// Durably writes the blocks that contain a part of the first cluster.
-async fn write_header_part<S: Storage>(
-    metadata: &Metadata<S>,
-    bytes: &[u8],
-    start: usize,
-    length: usize,
-) -> Result<()> {
-    let storage = metadata.storage();
-    let block = (storage.capabilities().alignment.offset as usize).max(SECTOR);
-    let end = (start + length).next_multiple_of(block).min(bytes.len());
-    let start = start / block * block;
-    let part = &bytes[start..end];
-    table_io::write(storage, start as u64, part, Durability::None).await?;
-    metadata.sync(SyncMode::Data).await
 }
 
 /// The header with another backing file. The file's format is among the extensions.

@@ -47,6 +47,7 @@ impl<S: Storage> Qcow2Header<'_, S> {
         }
         new.data_file = new.data_file.map(|file| DataFile { name: name.to_vec(), ..file });
         let change = |header: &mut Header| header.extensions.clone_from(&new.extensions);
+        metadata.autoclear().begin_changes_beside_guest_data().await?;
         metadata.rewrite_header(change).await?;
         metadata.lock().tables.headers.set_names(&new);
         Ok(())

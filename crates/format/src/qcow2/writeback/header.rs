@@ -66,7 +66,8 @@ impl<S: Storage> Autoclear<'_, S> {
             self.0
                 .rewrite_header(|header| header.autoclear = autoclear_bits(header, kept, session))
                 .await?;
-            self.0.autoclear.is_due.store(false, Ordering::Release);
+            // The kept bits or the session may have changed during the write.
+            self.look_at_autoclear();
         }
         Ok(())
     }
@@ -78,12 +79,15 @@ impl<S: Storage> Autoclear<'_, S> {
             return Ok(());
         }
         let _alone = self.0.autoclear.lock.acquire().await;
-        let (session, header) = {
+        let (wanted, is_on_disk) = {
             let state = self.0.state.lock();
-            (state.tables.redo.session(), state.tables.headers.disk().clone())
+            let headers = &state.tables.headers;
+            let kept = BITMAPS_CONSISTENT | LIVE_BITMAPS;
+            let wanted = autoclear_bits(headers.disk(), kept, state.tables.redo.session());
+            // An earlier write of the bits may have failed.
+            (wanted, headers.disk().autoclear == wanted && !headers.is_write_unknown())
         };
-        let wanted = autoclear_bits(&header, BITMAPS_CONSISTENT | LIVE_BITMAPS, session);
-        if header.autoclear != wanted {
+        if !is_on_disk {
             self.0.rewrite_header(|header| header.autoclear = wanted).await?;
         }
         Ok(())
@@ -118,11 +122,14 @@ impl<S: Storage> Autoclear<'_, S> {
 
     /// Determines whether the autoclear bits must be updated before the first change of the image.
     fn look_at_autoclear(&self) {
-        let kept = self.kept_autoclear();
         let state = self.0.state.lock();
-        let header = state.tables.headers.disk();
-        let wanted = autoclear_bits(header, kept, state.tables.redo.session());
-        self.0.autoclear.is_due.store(header.autoclear != wanted, Ordering::Release);
+        // Read under the lock, so that the last call sees the last change.
+        let kept = self.kept_autoclear();
+        let headers = &state.tables.headers;
+        let wanted = autoclear_bits(headers.disk(), kept, state.tables.redo.session());
+        // If a write of the bits is in flight or failed, they may not be on disk.
+        let is_due = headers.disk().autoclear != wanted || headers.is_write_unknown();
+        self.0.autoclear.is_due.store(is_due, Ordering::Release);
     }
 }
 
@@ -143,7 +150,7 @@ impl<S: Storage> Metadata<S> {
     pub(crate) async fn write_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         self.writer.check_failure()?;
         self.change_header(change).await?;
-        self.storage().flush(SyncMode::Data).await
+        self.writer.flush_image(SyncMode::Data).await
     }
 
     /// Changes the header on disk. The change is durable with the next flush.

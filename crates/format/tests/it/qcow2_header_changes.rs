@@ -1,0 +1,144 @@
+//! Changes of names in the header, beside other changes, and a failed flush of a header.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use blockhouse_core::{Alignment, ByteRange, Durability, ErrorKind, SyncMode, ToolProgress, errno};
+use blockhouse_format::Intent;
+use blockhouse_format::qcow2::{
+    Backing, CreateOptions, DataFile, NewBitmap, OpenOptions, Qcow2, Switch, Voucher, create_with,
+};
+use blockhouse_sim::{Config, Fault, OperationKind, Report, Sim, SimDisk, for_seeds};
+
+const CLUSTER: u64 = 65_536;
+/// Where the header has its autoclear bits.
+const AUTOCLEAR: std::ops::Range<usize> = 88..96;
+/// Of a feature that no program has yet.
+const UNKNOWN_BIT: u8 = 0x40;
+
+fn named(name: &[u8]) -> Backing {
+    Backing { name: name.to_vec(), format: Some("raw".into()) }
+}
+
+/// A new image, and its data file if it has one.
+fn new_image(sim: &Sim, options: CreateOptions) -> Vec<u8> {
+    let disk = SimDisk::new(sim, Config::default(), Vec::new());
+    let data = SimDisk::new(sim, Config::default(), Vec::new());
+    let made = disk.clone();
+    sim.block_on(async move {
+        let data = options.data_file.as_ref().map(|_| &data);
+        create_with(&made, data, &options, &ToolProgress::default()).await.unwrap();
+    });
+    disk.content()
+}
+
+#[test]
+fn another_name_clears_autoclear_bits_of_unknown_features() {
+    let data_file = Some(DataFile { name: b"data".to_vec(), raw: Switch::Off });
+    for data_file in [None, data_file] {
+        let sim = Sim::new(1);
+        let has_data_file = data_file.is_some();
+        let mut bytes = new_image(&sim, CreateOptions { data_file, ..CreateOptions::new(1 << 20) });
+        bytes[AUTOCLEAR.start] = UNKNOWN_BIT;
+        let disk = SimDisk::new(&sim, Config::default(), bytes);
+        let used = disk.clone();
+        sim.block_on(async move {
+            let image = Qcow2::open(used, OpenOptions::default()).await.unwrap();
+            if has_data_file {
+                image.header().rename_data_file(b"other").await.unwrap();
+            } else {
+                image.header().set_backing(Some(named(b"base"))).await.unwrap();
+            }
+        });
+        assert_eq!(disk.content()[AUTOCLEAR], [0; 8], "a data file: {has_data_file}");
+    }
+}
+
+#[test]
+fn another_name_clears_them_also_after_a_change_that_could_not() {
+    for seed in 0..20 {
+        let sim = Sim::new(seed);
+        let mut bytes = new_image(&sim, CreateOptions::new(1 << 20));
+        bytes[AUTOCLEAR.start] = UNKNOWN_BIT;
+        let disk = SimDisk::new(&sim, Config::default(), bytes);
+        let used = disk.clone();
+        sim.block_on(async move {
+            let image = Qcow2::open(used.clone(), OpenOptions::default()).await.unwrap();
+            used.fail(Fault::nth(0, errno::EIO).of(OperationKind::Write));
+            let failed = image.map(ByteRange::between(0, CLUSTER), Intent::Write).await;
+            assert_eq!(failed.expect_err("a header write failed").kind(), ErrorKind::Io);
+            used.clear_faults();
+            image.header().set_backing(Some(named(b"base"))).await.unwrap();
+        });
+        assert_eq!(disk.content()[AUTOCLEAR], [0; 8], "seed {seed}");
+    }
+}
+
+#[test]
+fn no_flush_succeeds_after_the_failed_flush_of_a_voucher() {
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    let data = SimDisk::new(&sim, Config::default(), Vec::new());
+    sim.block_on(async move {
+        let data_file = Some(DataFile { name: b"data".to_vec(), raw: Switch::On });
+        let identity = Some([7; 16]);
+        let options = CreateOptions { data_file, identity, ..CreateOptions::new(1 << 20) };
+        create_with(&disk, Some(&data), &options, &ToolProgress::default()).await.unwrap();
+        let image = Qcow2::open(disk.clone(), OpenOptions::default()).await.unwrap();
+        let image = image.with_data(data).unwrap();
+        let new = NewBitmap { name: "changes".into(), granularity: None, is_enabled: true };
+        image.bitmaps().add(&new).await.unwrap();
+        image.bitmaps().vouch_by(|| Some(Voucher { boot: [1; 16], until: 5 }));
+        image.bitmaps().record(ByteRange::between(0, CLUSTER)).await.unwrap();
+        disk.fail(Fault::nth(0, errno::EIO).of(OperationKind::Flush));
+        let error = image.bitmaps().renew_voucher().await.expect_err("its flush failed");
+        assert_eq!(error.kind(), ErrorKind::Io);
+        disk.clear_faults();
+        let error = image.flush(SyncMode::Data).await.expect_err("data may be lost");
+        assert_eq!(error.kind(), ErrorKind::Io);
+    });
+}
+
+/// A block of the storage holds more than the sector with the header's fields.
+#[test]
+fn a_new_name_and_another_change_of_the_header_both_get_there() {
+    let test = "a_new_name_and_another_change_of_the_header_both_get_there";
+    for_seeds(env!("CARGO_PKG_NAME"), test, 1000, |seed| {
+        let sim = Sim::new(seed);
+        let mut random = sim.fork_prng();
+        let lazy_refcounts = Switch::On;
+        let bytes =
+            new_image(&sim, CreateOptions { lazy_refcounts, ..CreateOptions::new(1 << 20) });
+        let alignment = Alignment { offset: 4096, memory: 1 };
+        let disk = SimDisk::new(&sim, Config { alignment, ..Config::default() }, bytes);
+        let opened = disk.clone();
+        let image = sim.block_on(async move { Qcow2::open(opened, OpenOptions::default()).await });
+        let image = Rc::new(image.map_err(|error| error.to_string())?);
+        let renamed = Rc::clone(&image);
+        let name = sim
+            .spawn(async move { renamed.header().set_backing(Some(named(&[b'n'; 1000]))).await });
+        let (clock, delay) = (sim.clone(), random.u64(..2000));
+        let used = Rc::clone(&image);
+        // The first durable change sets the dirty bit.
+        let change = sim.spawn(async move {
+            clock.sleep(Duration::from_micros(delay)).await;
+            let extent = used.map(ByteRange::between(0, CLUSTER), Intent::Write).await?;
+            used.link(extent, Durability::None).await?;
+            used.flush(SyncMode::Data).await
+        });
+        sim.run();
+        for task in [name, change] {
+            let outcome = task.output().ok_or("it never ends")?;
+            outcome.map_err(|error| error.to_string())?;
+        }
+        let left = disk.crash(&mut random);
+        if left[79] & 1 == 0 {
+            return Err("the dirty bit is lost".into());
+        }
+        let at = u64::from_be_bytes(left[8..16].try_into().unwrap()) as usize;
+        if left[at..at + 1000] != [b'n'; 1000] {
+            return Err("the name is lost".into());
+        }
+        Ok(Report::default())
+    });
+}
