@@ -1,6 +1,7 @@
 //! The common settings of servers' and clients' contexts: versions, ciphers, certificates and
 //! revocation lists.
 
+use std::io;
 use std::path::Path;
 
 use openssl::ssl::{
@@ -74,18 +75,20 @@ pub fn use_identity(
     builder.check_private_key().map_err(unfit(key, "is not the key of the certificate beside it"))
 }
 
-/// Refuses the certificates in the file `revoked`, a revocation list, if the file exists.
+/// Refuses the certificates in the file `revoked`, a revocation list, if the file exists. Returns
+/// whether the file exists.
 ///
 /// # Errors
-/// The file is not in PEM.
-pub fn use_revoked(store: &mut X509StoreBuilderRef, revoked: &Path) -> Result<(), TlsError> {
-    if !revoked.exists() {
-        return Ok(());
+/// The file cannot be read or is not in PEM.
+pub fn use_revoked(store: &mut X509StoreBuilderRef, revoked: &Path) -> Result<bool, TlsError> {
+    // A file that exists and cannot be read is an error below: it must not admit every certificate.
+    if revoked.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        return Ok(false);
     }
     store.set_flags(X509VerifyFlags::CRL_CHECK)?;
     store
         .add_lookup(X509Lookup::file())?
         .load_crl_file(revoked, SslFiletype::PEM)
         .map_err(unfit(revoked, "is no list of revoked certificates in PEM"))?;
-    Ok(())
+    Ok(true)
 }

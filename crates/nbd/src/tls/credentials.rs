@@ -46,7 +46,11 @@ enum ClientCheck {
     /// By certificates of an authority. The check after a reload ignores validity times, so a
     /// certificate that has expired since the handshake, or an outdated revocation list, does not
     /// end a connection.
-    Certificates(X509Store),
+    Certificates {
+        store: X509Store,
+        /// Whether there was a revocation list.
+        has_list: bool,
+    },
     /// By pre-shared keys: the hash of the key for each identity.
     Keys(HashMap<String, [u8; 32]>),
 }
@@ -85,15 +89,16 @@ impl TlsServer {
     /// Reads the files again. New connections use the new content.
     ///
     /// # Errors
-    /// As [`load`](Self::load), also if clients were checked and would not be checked from now on.
+    /// As [`load`](Self::load), also if an optional file is missing that was there before: a file
+    /// that is missing while another program replaces it must not admit more clients.
     /// After any error the earlier content stays in use.
     pub fn reload(&self) -> Result<(), TlsError> {
         let secrets = Arc::new(Secrets::read(&self.files)?);
-        if let (TlsFiles::Certificates(folder), ClientCheck::None) = (&self.files, &secrets.check)
-            && self.has_client_check()
+        if let TlsFiles::Certificates(folder) = &self.files
+            && let Some(name) = secrets.check.missing_file(&self.current.read().check)
         {
-            let why = "is missing, and clients are checked by it; start the server again to serve any client";
-            return Err(file_error(&folder.join("ca-cert.pem"), why));
+            let why = "is missing, and clients are checked by it; put it back, or start the server again to do without it";
+            return Err(file_error(&folder.join(name), why));
         }
         let old = std::mem::replace(&mut *self.current.write(), secrets);
         self.check_allowed().inspect_err(|_| *self.current.write() = old)
@@ -123,7 +128,7 @@ impl TlsServer {
         let secrets = Arc::clone(&self.current.read());
         match (&secrets.check, credential) {
             (ClientCheck::None, _) => true,
-            (ClientCheck::Certificates(store), Credential::Certificate(own, chain)) => {
+            (ClientCheck::Certificates { store, .. }, Credential::Certificate(own, chain)) => {
                 is_signed(store, own, chain)
             }
             (ClientCheck::Keys(keys), Credential::Key(identity, hash)) => {
@@ -149,6 +154,20 @@ impl TlsServer {
     /// The secrets for new connections.
     pub(crate) fn secrets(&self) -> Arc<Secrets> {
         Arc::clone(&self.current.read())
+    }
+}
+
+impl ClientCheck {
+    /// The optional file that this check was read without, and the `earlier` one with.
+    fn missing_file(&self, earlier: &Self) -> Option<&'static str> {
+        match (earlier, self) {
+            (Self::Certificates { .. }, Self::None) => Some("ca-cert.pem"),
+            (
+                Self::Certificates { has_list: true, .. },
+                Self::Certificates { has_list: false, .. },
+            ) => Some("ca-crl.pem"),
+            _ => None,
+        }
     }
 }
 
@@ -180,7 +199,7 @@ impl Secrets {
         };
         let shown = match &self.check {
             ClientCheck::None => None,
-            ClientCheck::Certificates(_) => certificate(),
+            ClientCheck::Certificates { .. } => certificate(),
             ClientCheck::Keys(keys) => {
                 identity.and_then(|name| Some(Credential::Key(name.clone(), *keys.get(name)?)))
             }
@@ -224,15 +243,15 @@ fn use_certificates(
     builder.set_client_ca_list(names.map_err(unfit(&authority, "is no certificate in PEM"))?);
     let must = SslVerifyMode::PEER | SslVerifyMode::FAIL_IF_NO_PEER_CERT;
     builder.set_verify_callback(must, check_client);
-    use_revoked(builder.cert_store_mut(), &revoked)?;
+    let is_listed = use_revoked(builder.cert_store_mut(), &revoked)?;
     let mut store = X509StoreBuilder::new()?;
     store
         .add_lookup(X509Lookup::file())?
         .load_cert_file(&authority, SslFiletype::PEM)
         .map_err(unfit(&authority, "is no certificate in PEM"))?;
-    use_revoked(&mut store, &revoked)?;
+    let has_list = use_revoked(&mut store, &revoked)? && is_listed;
     store.set_flags(X509VerifyFlags::NO_CHECK_TIME)?;
-    Ok(ClientCheck::Certificates(store.build()))
+    Ok(ClientCheck::Certificates { store: store.build(), has_list })
 }
 
 /// Records the fault of a client's certificate.
@@ -261,4 +280,66 @@ fn use_keys(builder: &mut SslContextBuilder, path: &Path) -> Result<ClientCheck,
         Ok(key.len())
     });
     Ok(ClientCheck::Keys(hashes))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use openssl::asn1::Asn1Time;
+    use openssl::hash::MessageDigest;
+    use openssl::pkey::PKey;
+    use openssl::x509::{X509Builder, X509NameBuilder};
+
+    use super::*;
+
+    /// A revocation list of an authority named CA.
+    const LIST: &str = "-----BEGIN X509 CRL-----
+MIGTMEcCAQEwBQYDK2VwMA0xCzAJBgNVBAMMAkNBFw0yNjExMzAxMjU2MDRaFw0y
+NjEyMDkxMjU2MDRaoA4wDDAKBgNVHRQEAwIBATAFBgMrZXADQQAwtMjnrV8J8OKR
+i0QNKCfBEOlxNHPB+XkormoczWApsnXF3z2cPBMntC94LMg6nmgBerLaJCwnX5uT
+vIxJpsED
+-----END X509 CRL-----
+";
+
+    #[test]
+    fn a_file_that_vanishes_keeps_the_earlier_check() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let key = PKey::generate_ed25519().unwrap();
+        let mut name = X509NameBuilder::new().unwrap();
+        name.append_entry_by_text("CN", "CA").unwrap();
+        let name = name.build();
+        let times = [0, 1].map(|days| Asn1Time::days_from_now(days).unwrap());
+        let mut certificate = X509Builder::new().unwrap();
+        certificate.set_subject_name(&name).unwrap();
+        certificate.set_issuer_name(&name).unwrap();
+        certificate.set_pubkey(&key).unwrap();
+        certificate.set_not_before(&times[0]).unwrap();
+        certificate.set_not_after(&times[1]).unwrap();
+        certificate.sign(&key, MessageDigest::null()).unwrap();
+        let certificate = certificate.build().to_pem().unwrap();
+        let all = [
+            ("ca-crl.pem", LIST.into()),
+            ("ca-cert.pem", certificate.clone()),
+            ("server-cert.pem", certificate),
+            ("server-key.pem", key.private_key_to_pem_pkcs8().unwrap()),
+        ];
+        for (name, content) in &all[1..] {
+            fs::write(path(name), content).unwrap();
+        }
+        let files = TlsFiles::Certificates(folder.path().into());
+        let server = TlsServer::load(files, Vec::new()).unwrap();
+        fs::write(path(all[0].0), &all[0].1).unwrap();
+        server.reload().unwrap();
+        for (name, content) in &all {
+            fs::remove_file(path(name)).unwrap();
+            let before = server.secrets();
+            let error = server.reload().unwrap_err().to_string();
+            assert!(error.contains(name), "{name}: {error}");
+            assert!(Arc::ptr_eq(&before, &server.secrets()), "{name}");
+            fs::write(path(name), content).unwrap();
+            server.reload().unwrap();
+        }
+    }
 }

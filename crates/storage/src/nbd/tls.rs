@@ -254,7 +254,8 @@ fn use_certificates(builder: &mut SslContextBuilder, folder: &Path) -> Result<()
     if certificate.exists() {
         use_identity(builder, &certificate, &file("client-key.pem"))?;
     }
-    use_revoked(builder.cert_store_mut(), &file("ca-crl.pem"))
+    use_revoked(builder.cert_store_mut(), &file("ca-crl.pem"))?;
+    Ok(())
 }
 
 fn use_key(builder: &mut SslContextBuilder, identity: &str, file: &Path) -> Result<(), TlsError> {
