@@ -2,8 +2,8 @@
 //! certificate authorities.
 //!
 //! Guarantees: the files are read when the storage is opened, and again for each later connection,
-//! so a renewed certificate is used. If the files cannot be read for a later connection, the
-//! content read before stays in use. Unless the URI turns verification off, a server that does not
+//! so a renewed certificate is used. If the files cannot be read for a later connection, or one of
+//! them is missing by then, the content read before stays in use. Unless the URI turns verification off, a server that does not
 //! prove its identity is refused before the name of the export is sent. The error is one line that
 //! states the fault. With a pre-shared key, the server must have that key: no certificate replaces
 //! it.
@@ -44,7 +44,14 @@ pub(super) struct ClientTls {
     /// The name that the server's certificate must have; `None`: any, because a Unix socket has no
     /// name.
     hostname: Option<String>,
-    current: Mutex<SslContext>,
+    current: Mutex<Credentials>,
+}
+
+/// The content of the files.
+struct Credentials {
+    context: SslContext,
+    /// The names of the optional files that exist.
+    found: Vec<&'static str>,
 }
 
 /// The fault of the server's certificate, which the verification callback stores.
@@ -77,10 +84,18 @@ impl ClientTls {
         Ok(Some(Self { parameters: uri.tls.clone(), hostname, current: Mutex::new(read) }))
     }
 
-    /// Reads the files again. On an error, logs a warning and keeps the content read before.
+    /// Reads the files again. On an error, or if a file that existed before is missing, logs a
+    /// warning and keeps the content read before.
     pub(super) fn refresh(&self) {
+        let mut current = self.current.lock();
+        let is_missing = |new: &Credentials| {
+            current.found.iter().find(|name| !new.found.contains(name)).copied()
+        };
         match read(&self.parameters) {
-            Ok(context) => *self.current.lock() = context,
+            Ok(new) => match is_missing(&new) {
+                Some(name) => tracing::warn!("{name} is missing; what was read before is used"),
+                None => *current = new,
+            },
             Err(error) => tracing::warn!("{error}; what was read before is used"),
         }
     }
@@ -90,7 +105,7 @@ impl ClientTls {
     /// # Errors
     /// Errors of OpenSSL.
     pub(super) fn begin(&self, pool: BufferPool) -> Result<Beginning, ErrorStack> {
-        let mut ssl = Ssl::new(&self.current.lock())?;
+        let mut ssl = Ssl::new(&self.current.lock().context)?;
         let fault = Fault::default();
         let has_key = self.parameters.psk().is_some();
         if !has_key {
@@ -214,20 +229,21 @@ fn refusal_of_keyless(identity: &str) -> Refusal {
     Refusal { what, hint: Some(OTHER_KEYS) }
 }
 
-fn read(parameters: &TlsParameters) -> Result<SslContext, TlsError> {
+fn read(parameters: &TlsParameters) -> Result<Credentials, TlsError> {
     let kind = match parameters.psk() {
         Some(_) => CipherKind::Psk,
         None => CipherKind::Certificates,
     };
     let mut builder = context(SslMethod::tls_client(), kind)?;
+    let mut found = Vec::new();
     if let Some((identity, file)) = parameters.psk() {
         use_key(&mut builder, identity, file)?;
     } else if let Some(folder) = parameters.certificates() {
-        use_certificates(&mut builder, folder)?;
+        found = use_certificates(&mut builder, folder)?;
     } else {
         trust_system(&mut builder)?;
     }
-    Ok(builder.build())
+    Ok(Credentials { context: builder.build(), found })
 }
 
 /// Trusts the authorities that `$SSL_CERT_FILE` and `$SSL_CERT_DIR` name, or else the system's. A
@@ -245,17 +261,25 @@ fn trust_system(builder: &mut SslContextBuilder) -> Result<(), TlsError> {
     }
 }
 
-/// Trusts the authority in the folder, and shows the client's certificate if there is one.
-fn use_certificates(builder: &mut SslContextBuilder, folder: &Path) -> Result<(), TlsError> {
+/// Trusts the authority in the folder, and shows the client's certificate if there is one. Returns
+/// the names of the optional files that exist.
+fn use_certificates(
+    builder: &mut SslContextBuilder,
+    folder: &Path,
+) -> Result<Vec<&'static str>, TlsError> {
+    let mut found = Vec::new();
     let file = |name: &str| -> PathBuf { folder.join(name) };
     let (authority, certificate) = (file("ca-cert.pem"), file("client-cert.pem"));
     blockhouse_tls::check_readable(&authority)?;
     builder.set_ca_file(&authority).map_err(unfit(&authority, "is no certificate in PEM"))?;
     if certificate.exists() {
         use_identity(builder, &certificate, &file("client-key.pem"))?;
+        found.push("client-cert.pem");
     }
-    use_revoked(builder.cert_store_mut(), &file("ca-crl.pem"))?;
-    Ok(())
+    if use_revoked(builder.cert_store_mut(), &file("ca-crl.pem"))? {
+        found.push("ca-crl.pem");
+    }
+    Ok(found)
 }
 
 fn use_key(builder: &mut SslContextBuilder, identity: &str, file: &Path) -> Result<(), TlsError> {
@@ -295,7 +319,7 @@ fn reason(error: &ssl::Error) -> String {
 mod tests {
     use openssl::asn1::Asn1Time;
     use openssl::hash::MessageDigest;
-    use openssl::pkey::PKey;
+    use openssl::pkey::{PKey, Private};
     use openssl::ssl::SslVersion;
     use openssl::x509::X509;
 
@@ -311,18 +335,24 @@ mod tests {
         OtherKey,
     }
 
+    /// A certificate that has signed itself, and its key.
+    fn certificate() -> (X509, PKey<Private>) {
+        let key = PKey::generate_ed25519().unwrap();
+        let mut certificate = X509::builder().unwrap();
+        certificate.set_pubkey(&key).unwrap();
+        certificate.set_not_before(&Asn1Time::days_from_now(0).unwrap()).unwrap();
+        certificate.set_not_after(&Asn1Time::days_from_now(1).unwrap()).unwrap();
+        certificate.sign(&key, MessageDigest::null()).unwrap();
+        (certificate.build(), key)
+    }
+
     fn server(shown: Shown, version: SslVersion) -> TlsSession {
         let mut builder = context(SslMethod::tls_server(), CipherKind::Psk).unwrap();
         builder.set_max_proto_version(Some(version)).unwrap();
         if shown == Shown::Certificate {
             builder.set_cipher_list("ALL").unwrap();
-            let key = PKey::generate_ed25519().unwrap();
-            let mut certificate = X509::builder().unwrap();
-            certificate.set_pubkey(&key).unwrap();
-            certificate.set_not_before(&Asn1Time::days_from_now(0).unwrap()).unwrap();
-            certificate.set_not_after(&Asn1Time::days_from_now(1).unwrap()).unwrap();
-            certificate.sign(&key, MessageDigest::null()).unwrap();
-            builder.set_certificate(&certificate.build()).unwrap();
+            let (certificate, key) = certificate();
+            builder.set_certificate(&certificate).unwrap();
             builder.set_private_key(&key).unwrap();
         } else {
             builder.set_psk_server_callback(move |_, _, into| {
@@ -373,5 +403,31 @@ mod tests {
                 assert_eq!(outcome, Some(shown == Shown::Key), "{shown:?} {version:?}");
             }
         }
+    }
+
+    /// A revocation list of an authority named CA.
+    const LIST: &str = "-----BEGIN X509 CRL-----
+MIGTMEcCAQEwBQYDK2VwMA0xCzAJBgNVBAMMAkNBFw0yNjExMzAxMjU2MDRaFw0y
+NjEyMDkxMjU2MDRaoA4wDDAKBgNVHRQEAwIBATAFBgMrZXADQQAwtMjnrV8J8OKR
+i0QNKCfBEOlxNHPB+XkormoczWApsnXF3z2cPBMntC94LMg6nmgBerLaJCwnX5uT
+vIxJpsED
+-----END X509 CRL-----
+";
+
+    #[test]
+    fn a_list_that_vanishes_stays_in_use() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::write(path("ca-cert.pem"), certificate().0.to_pem().unwrap()).unwrap();
+        let uri = format!("nbds://localhost/?tls-certificates={}", folder.path().display());
+        let tls = ClientTls::load(&uri.parse().unwrap()).unwrap().unwrap();
+        let has_list = || !tls.current.lock().found.is_empty();
+        assert!(!has_list());
+        std::fs::write(path("ca-crl.pem"), LIST).unwrap();
+        tls.refresh();
+        assert!(has_list());
+        std::fs::remove_file(path("ca-crl.pem")).unwrap();
+        tls.refresh();
+        assert!(has_list());
     }
 }
