@@ -14,7 +14,7 @@ use blockhouse_engine::wait_readable;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt,
+    SendAncillaryMessage, SendFlags, Shutdown, recvmsg, sendmsg, shutdown, sockopt,
 };
 
 use super::format::{BATCH, HEADER_BYTES, MAGIC, Message, VERSION};
@@ -84,6 +84,20 @@ impl Channel {
         }
         self.send_all(&json, &[])?;
         self.send_all(bytes, &[])
+    }
+
+    /// Refuses all further messages of the other process, and tells it why. Messages that were sent
+    /// before can still be received.
+    ///
+    /// # Errors
+    /// The kernel's error: the other process may not learn of it.
+    pub fn refuse(&self, why: &str) -> io::Result<()> {
+        shutdown(&self.socket, Shutdown::Read)?;
+        match self.send(&Message::Refused { why: why.to_owned() }, &[], &[]) {
+            // The other process has ended.
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+            outcome => outcome,
+        }
     }
 
     fn send_all(&self, mut bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {

@@ -1,8 +1,9 @@
 //! The process that takes over.
 //!
 //! Guarantees: before it reports that it took over, it changes nothing: no image, no lock, no flag
-//! of a socket, no file of a socket. After the report it is the owner, even if the source does not
-//! receive the report. If it ends before the report, the source continues.
+//! of a socket, no file of a socket. After the report it is the owner, even if the source has ended
+//! and does not receive the report. If it ends before the report, or the source refuses the report,
+//! the source continues.
 //!
 //! The source may be controlled by an attacker. So the process enters its sandbox, which its own
 //! command line defines, before it reads the first byte. A location in an offer is only a name: the
@@ -162,8 +163,7 @@ fn prepare(
     let connections = paused_sessions(&connections, &mut descriptors, &bytes, sockets.len())?;
     let frontends = prepare_all(&workers, setup, frontends, &devices, &mut descriptors)?;
     reach(Step::DestinationOpened);
-    // The send fails if the source has ended. In that case there is no other owner.
-    let _ = channel.send(&Message::Mine, &[], &[]);
+    report_ownership(channel)?;
     reach(Step::DestinationTook);
     let learnt = flush_failures.into_iter().zip(counts);
     let disks = opened
@@ -181,6 +181,21 @@ fn prepare(
         source: peer_process(channel).ok().flatten(),
         workers,
     })
+}
+
+/// Reports that this process is the owner.
+///
+/// # Errors
+/// The source refuses the report, and continues.
+pub(super) fn report_ownership(channel: &Channel) -> Result<()> {
+    if channel.send(&Message::Mine, &[], &[]).is_ok() {
+        return Ok(());
+    }
+    // A source that has ended sends nothing. In that case there is no other owner.
+    match channel.receive(None) {
+        Ok(Some(_)) => bail!("the source goes on, because this took too long"),
+        Ok(None) | Err(_) => Ok(()),
+    }
 }
 
 /// Parses and checks the messages of a source without taking anything over: for fuzz targets.

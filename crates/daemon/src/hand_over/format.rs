@@ -58,7 +58,8 @@ pub enum Message {
     Offer(Offer),
     /// The destination can take the offer, and has started its event loops.
     Ready,
-    /// The destination cannot take over, changes nothing, and ends.
+    /// The destination cannot take over, changes nothing, and ends. From the source: the source
+    /// keeps everything.
     Refused {
         /// Why, in one line.
         why: String,

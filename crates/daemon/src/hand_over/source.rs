@@ -1,8 +1,8 @@
 //! The server that hands over.
 //!
 //! Guarantee: [`hand_over`] returns an error only if this process still owns images and
-//! connections, and continues with both. The destination process has then ended, so it can change
-//! nothing later. If [`hand_over`] returns without an error, this process owns nothing.
+//! connections, and continues with both. The destination process has then ended, or can no longer
+//! report that it took over, so it can change nothing later. If [`hand_over`] returns without an error, this process owns nothing.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -93,7 +93,7 @@ impl fmt::Display for Gap {
 }
 
 /// The destination process and the channel to it. Dropping this kills the process and waits for its
-/// end.
+/// end, or refuses its report if the launcher has ended.
 struct Destination<'a> {
     launcher: &'a Launcher,
     launched: Launched,
@@ -142,11 +142,11 @@ pub fn hand_over(
         }
         Err(error) => {
             if destination.end() {
-                // The destination took over before it was killed, and may have changed the images:
-                // they no longer belong to this process.
+                // The destination took over before it was killed, or may still take over: the
+                // images no longer belong to this process.
                 return Ok(Outcome::Lost(anyhow::anyhow!(
-                    "the new server was ended after it took over: {error:#}; this one ends, too, because it \
-                     does not know what was changed: start it again"
+                    "the new server took over late, or cannot be ended: {error:#}; this one ends, because it \
+                     does not know what was changed: start it again if the new server does not serve"
                 )));
             }
             service.server().resume();
@@ -602,14 +602,16 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Kills the process. Returns whether it had taken over before.
+    /// Kills the process, or refuses its report if the launcher has ended. Returns whether the
+    /// process had taken over before, or may still do so.
     fn end(&mut self) -> bool {
-        self.launcher.kill();
+        let has_ended = self.launcher.kill().is_ok()
+            || self.channel.refuse("the source keeps what it serves").is_ok();
         loop {
             match self.channel.receive(Some(Instant::now())) {
                 Ok(Some(frame)) if frame.message == Message::Mine => return true,
                 Ok(Some(_)) => {}
-                Ok(None) | Err(_) => return false,
+                Ok(None) | Err(_) => return !has_ended,
             }
         }
     }
@@ -650,6 +652,31 @@ const HAND_OVER: &str = "--hand-over";
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hand_over::destination::report_ownership;
+
+    /// Without a launcher the process is not killed: either its report came before, or it learns
+    /// that the source continues.
+    #[test]
+    fn a_process_that_cannot_be_killed_does_not_take_over_late() {
+        let launcher = Launcher::ended();
+        let destination = || {
+            let (ours, theirs) = UnixStream::pair().expect("a socket pair");
+            let [channel, other] = [ours, theirs]
+                .map(|socket| Channel::new(socket.into(), VERSION).expect("a socket"));
+            let launched = Launched { process: 0, program: "/x".into() };
+            (Destination { launcher: &launcher, launched, channel }, other)
+        };
+        let (mut late, other) = destination();
+        assert!(!late.end());
+        assert!(report_ownership(&other).is_err());
+        let (mut early, other) = destination();
+        report_ownership(&other).expect("it is in time");
+        assert!(early.end());
+        let (ours, theirs) = UnixStream::pair().expect("a socket pair");
+        drop(ours);
+        let orphan = Channel::new(theirs.into(), VERSION).expect("a socket");
+        report_ownership(&orphan).expect("there is no other owner");
+    }
 
     #[test]
     fn the_command_line_is_handed_over_with_one_option_more() {

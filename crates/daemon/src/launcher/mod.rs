@@ -97,12 +97,15 @@ impl Launcher {
     }
 
     /// Kills the process that was launched last, and waits for its end.
-    pub(crate) fn kill(&self) {
-        // This fails only if the launcher has ended.
-        let _ = self.ask(&Request::Kill, None);
+    ///
+    /// # Errors
+    /// The launcher has ended. The process may still run.
+    pub(crate) fn kill(&self) -> Result<()> {
+        self.ask(&Request::Kill, None).map(drop)
     }
 
-    /// Waits for the end of the process that was launched last. Returns its exit status as a text.
+    /// Waits for the end of the process that was launched last and has closed its standard input.
+    /// Kills the process if it does not end. Returns its exit status as a text.
     ///
     /// # Errors
     /// The launcher has ended.
@@ -127,6 +130,14 @@ impl Launcher {
             Some((reply, _)) => Ok(reply),
             None => bail!("the launcher has ended; restart the server instead"),
         }
+    }
+}
+
+#[cfg(test)]
+impl Launcher {
+    /// The server's end of a launcher that has ended.
+    pub(crate) fn ended() -> Self {
+        Self(Err("it has ended".to_owned()))
     }
 }
 

@@ -9,6 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Confinement, become_user, confine};
@@ -96,6 +97,9 @@ impl Own {
     }
 }
 
+/// How long a process may take to end after it has closed its standard input.
+const END_TIME: Duration = Duration::from_secs(1);
+
 /// The link to the running program.
 const SELF: &str = "/proc/self/exe";
 
@@ -128,8 +132,8 @@ impl State {
                 Reply::Done
             }
             Request::Wait => Reply::Ended {
-                status: match self.child.as_mut().map(Child::wait) {
-                    Some(Ok(status)) => status.to_string(),
+                status: match self.child.as_mut().map(wait_or_kill) {
+                    Some(Ok(status)) => status,
                     Some(Err(error)) => error.to_string(),
                     None => "it was never started".to_owned(),
                 },
@@ -216,6 +220,21 @@ impl State {
             let _ = kill_process(process, signal);
         }
     }
+}
+
+/// Waits for the end of a process that has closed its standard input, and kills the process if it
+/// does not end, because guests wait meanwhile. Returns the exit status.
+fn wait_or_kill(child: &mut Child) -> std::io::Result<String> {
+    let deadline = Instant::now() + END_TIME;
+    while child.try_wait()?.is_none() {
+        if Instant::now() >= deadline {
+            child.kill()?;
+            child.wait()?;
+            return Ok("it closed its standard input, went on and was killed".to_owned());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(child.wait()?.to_string())
 }
 
 /// The path without the " (deleted)" that the kernel appends for a file that was replaced.
@@ -307,6 +326,8 @@ mod tests {
         assert!(matches!(&reply, Reply::Refused { why } if why.contains("before")), "{reply:?}");
         sleeping.execute(Request::Kill, None).expect("a request");
         assert!(matches!(start(&mut sleeping, None), Reply::Started { .. }));
-        sleeping.execute(Request::Kill, None).expect("a request");
+        // The program does not end by itself in the time that it gets.
+        let ended = sleeping.execute(Request::Wait, None).expect("a request");
+        assert!(matches!(&ended, Reply::Ended { status } if status.contains("was killed")));
     }
 }

@@ -28,7 +28,8 @@ pub(super) enum Request {
     Start { binary: Option<Vec<u8>> },
     /// Kills the process that was started last, and waits for its end.
     Kill,
-    /// Waits for the end of the process that was started last.
+    /// Waits for the end of the process that was started last, and kills the process if it does
+    /// not end.
     Wait,
     /// Sends a signal to the process that was started last.
     Signal { signal: i32 },
