@@ -43,9 +43,10 @@ pub(super) fn start(
     let halves = Halves::new(&transmission, &stream)?;
     let guard = transmission.begin_stream();
     let served = Arc::clone(&transmission);
+    // Dropped when the task ends, or with its loop, even if the loop never ran the task.
+    let ending = LoopGuard(Arc::clone(&transmission));
     spawn_detached(async move {
-        // Dropped when the task ends, or with its loop.
-        let _ending = LoopGuard(Arc::clone(&served));
+        let _ending = ending;
         run(served, stream, guard, halves).await;
     });
     Ok(transmission)

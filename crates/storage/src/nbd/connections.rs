@@ -172,7 +172,7 @@ impl Shared {
     fn choose(&self) -> Choice {
         let thread = std::thread::current().id();
         let mut list = self.list.lock();
-        let own = list.connections.iter().find(|(of, _)| *of == thread);
+        let own = list.running().find(|(of, _)| *of == thread);
         if let Some((_, own)) = own {
             return Choice::Known(Arc::clone(own));
         }

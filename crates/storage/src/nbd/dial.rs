@@ -88,15 +88,18 @@ impl Dial {
     }
 }
 
-/// Connects, and negotiates the export. If the server ends the connection at an option that it does
-/// not know, connects again and negotiates by EXPORT_NAME alone.
+/// Connects, and negotiates the export. If the server ends two connections at the first option, it
+/// may not know the option: connects again and negotiates by EXPORT_NAME alone. One end may also be
+/// a restart of the server; EXPORT_NAME would then leave the export without FUA and block status.
 async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negotiated)> {
-    let outcome = match attempt(way, name, context, false).await? {
-        Err(Failure::Options(refusal)) => {
-            attempt(way, name, context, true).await.unwrap_or(Err(Failure::Options(refusal)))
-        }
-        outcome => outcome,
-    };
+    let mut outcome = attempt(way, name, context, false).await?;
+    for is_plain in [false, true] {
+        let Err(Failure::Options(refusal)) = outcome else { break };
+        outcome = match attempt(way, name, context, is_plain).await {
+            Ok(again) => again,
+            Err(_) => return Err(refused(refusal, name)),
+        };
+    }
     outcome.map_err(|failure| {
         let (Failure::Options(refusal) | Failure::Other(refusal)) = failure;
         refused(refusal, name)

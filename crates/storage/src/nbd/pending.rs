@@ -6,6 +6,7 @@
 //! Guarantees:
 //! - A request's memory is kept until the request is complete, even if its future was dropped. A
 //!   future becomes ready only after the connection has stopped using the memory of its request.
+//! - A reply to a request that was not sent over the present stream ends the connection.
 //! - A server's reply can fill only the memory of the range that the request reads, and each byte
 //!   once. Any other reply ends the connection with an error.
 //! - A cookie is not reused until a counter of 32 bits wraps, so that a duplicate reply is
@@ -48,6 +49,8 @@ pub(super) enum Body {
 /// A request whose outcome was not returned yet.
 struct Slot {
     header: RequestHeader,
+    /// Whether the request was taken out of the queue for the present stream.
+    is_sent: bool,
     /// Whether the request makes data durable: a flush, or a request with FUA.
     is_sync: bool,
     body: Body,
@@ -74,7 +77,7 @@ pub(super) struct Violation(pub(super) &'static str);
 
 fn find(slots: &mut Slab<Slot>, cookie: u64) -> Result<&mut Slot, Violation> {
     let slot = slots.get_mut(key(cookie));
-    slot.filter(|slot| slot.header.cookie == cookie && slot.outcome.is_none())
+    slot.filter(|slot| slot.header.cookie == cookie && slot.is_sent && slot.outcome.is_none())
         .ok_or(Violation("a reply to no request"))
 }
 
@@ -98,6 +101,7 @@ impl Pending {
         let (status, error, outcome, waker) = (None, None, None, None);
         entry.insert(Slot {
             header,
+            is_sent: false,
             is_sync,
             body,
             status,
@@ -114,6 +118,7 @@ impl Pending {
     /// [`give_back`](Self::give_back).
     pub(super) fn next_queued(&mut self) -> Option<(RequestHeader, Option<IoVector>)> {
         let slot = &mut self.slots[key(self.queue.pop_front()?)];
+        slot.is_sent = true;
         let payload = match std::mem::replace(&mut slot.body, Body::None) {
             Body::Payload(payload) => {
                 slot.body = Body::BeingSent;
@@ -252,7 +257,7 @@ impl Pending {
     pub(super) fn queue_again(&mut self) {
         let mut again = Vec::new();
         for (_, slot) in self.slots.iter_mut().filter(|(_, slot)| slot.outcome.is_none()) {
-            (slot.status, slot.error) = (None, None);
+            (slot.is_sent, slot.status, slot.error) = (false, None, None);
             if let Body::Data(parts) = &mut slot.body {
                 parts.forget_data();
             }
@@ -265,13 +270,18 @@ impl Pending {
         self.queue = again.into();
     }
 
-    /// Ends all requests with an error. Returns the tasks to wake.
+    /// Ends all requests with an error. Returns the tasks to wake. No payload comes back after this:
+    /// the writer has ended, or its loop has, which frees the payloads when the kernel has released
+    /// them.
     pub(super) fn fail_all(&mut self, error: &Error, detached: &DetachedSyncs) -> Vec<Waker> {
         self.queue.clear();
-        let open = |(_, slot): (usize, &Slot)| slot.outcome.is_none().then_some(slot.header.cookie);
+        let is_open = |slot: &Slot| slot.outcome.is_none() || matches!(slot.body, Body::BeingSent);
+        let open = |(_, slot): (usize, &Slot)| is_open(slot).then_some(slot.header.cookie);
         let cookies: Vec<_> = self.slots.iter().filter_map(open).collect();
         let fail = |cookie| {
-            self.slots[key(cookie)].outcome = Some(Err(error.duplicate()));
+            let slot = &mut self.slots[key(cookie)];
+            slot.body = Body::None;
+            slot.outcome.get_or_insert_with(|| Err(error.duplicate()));
             self.publish(cookie, detached)
         };
         cookies.into_iter().filter_map(fail).collect()
@@ -303,5 +313,58 @@ impl Pending {
         if slot.outcome.is_some() {
             self.publish(cookie, detached);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::{Buffer, ErrorKind};
+    use blockhouse_nbd_protocol::CommandFlags;
+    use blockhouse_nbd_protocol::request::kind;
+
+    use super::*;
+
+    fn pending() -> (Pending, DetachedSyncs) {
+        let unflushed = Arc::new(UnflushedWrites::new("export", true));
+        (Pending::new(unflushed), DetachedSyncs::default())
+    }
+
+    fn insert_write(pending: &mut Pending) -> u64 {
+        let (flags, kind) = (CommandFlags::empty(), kind::WRITE);
+        let header = RequestHeader { flags, kind, cookie: 0, offset: 0, length: 512 };
+        pending.insert(header, Body::Payload(Buffer::new(512).lend()), false)
+    }
+
+    #[test]
+    fn a_payload_that_never_comes_back_keeps_no_request() {
+        let (mut pending, detached) = pending();
+        let [answered, sent] = [0, 1].map(|_| insert_write(&mut pending));
+        let _payloads = [0, 1].map(|_| pending.next_queued().unwrap());
+        pending.complete(answered, &detached).unwrap();
+        for cookie in [answered, sent] {
+            assert!(pending.poll(cookie, Waker::noop()).is_none());
+        }
+        // The loop of the connection ends in the middle of the send.
+        let error = Error::new(ErrorKind::Io, "the loop has ended");
+        assert_eq!(pending.fail_all(&error, &detached).len(), 2);
+        assert!(pending.poll(answered, Waker::noop()).unwrap().is_ok());
+        assert!(pending.poll(sent, Waker::noop()).unwrap().is_err());
+    }
+
+    #[test]
+    fn a_reply_to_a_request_that_was_not_sent_is_a_violation() {
+        let (mut pending, detached) = pending();
+        let cookie = insert_write(&mut pending);
+        assert!(pending.complete(cookie, &detached).is_err());
+        let (_, payload) = pending.next_queued().unwrap();
+        pending.give_back(cookie, payload.unwrap(), &detached);
+        // The server of the next stream cannot have received it either.
+        pending.queue_again();
+        assert!(pending.set_error(cookie, Error::new(ErrorKind::Io, "early")).is_err());
+        assert!(pending.complete(cookie, &detached).is_err());
+        let (_, payload) = pending.next_queued().unwrap();
+        pending.give_back(cookie, payload.unwrap(), &detached);
+        pending.complete(cookie, &detached).unwrap();
+        assert!(pending.poll(cookie, Waker::noop()).unwrap().is_ok());
     }
 }

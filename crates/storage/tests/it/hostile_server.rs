@@ -202,3 +202,23 @@ fn a_server_that_never_answers_is_waited_for_with_a_limit() {
     });
     server.join().unwrap();
 }
+
+#[test]
+fn a_server_that_breaks_off_twice_is_asked_for_the_name_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("nbd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = std::thread::spawn(move || {
+        [(); 3].map(|()| {
+            let (mut client, _) = listener.accept().unwrap();
+            client.write_all(b"NBDMAGICIHAVEOPT\0\x03").unwrap();
+            client.read_exact(&mut [0; 4]).unwrap();
+            option(&mut client).unwrap()
+        })
+    });
+    EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+        assert!(NbdStorage::connect(uri(&socket), Duration::ZERO).await.is_err());
+    });
+    // Extended headers, and EXPORT_NAME.
+    assert_eq!(server.join().unwrap(), [11, 11, 1]);
+}

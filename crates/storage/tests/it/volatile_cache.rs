@@ -213,3 +213,17 @@ fn a_flush_covers_the_writes_of_all_connections() {
     first.stop();
     second.stop();
 }
+
+#[test]
+fn a_later_loop_of_a_thread_gets_a_connection_of_its_own() {
+    let (_folder, socket, server) = serve(ALL);
+    let connect = NbdStorage::connect(uri(&socket), Duration::ZERO);
+    let disk = EventLoop::new(EngineChoice::Auto).unwrap().block_on(connect).unwrap();
+    // The first loop has ended with its connection.
+    run(async || {
+        write(&disk, 0, 7, Durability::Data).await.unwrap();
+        assert_eq!(read(&disk, 0).await, 7);
+        disk.disconnect();
+    });
+    drop(server);
+}
