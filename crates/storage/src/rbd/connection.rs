@@ -7,8 +7,9 @@
 //!
 //! Guarantees:
 //! - Every operation that was begun completes, also while the image is being closed, and its memory
-//!   is kept until then. If the image is closed during a blocking call whose future was dropped,
-//!   the image stays open, and its lock stays held, until that call ends.
+//!   is kept until then.
+//! - One blocking call runs at a time. A call whose future was dropped runs to its end, and later
+//!   calls and the close wait for it.
 //! - After the cluster has fenced this client (put it on the blocklist), every operation fails with
 //!   the first error that reported this.
 
@@ -87,9 +88,8 @@ pub(super) struct Connection {
     notifier: OwnedFd,
     /// The threads whose loops watch the eventfd.
     reapers: Mutex<Vec<ThreadId>>,
-    /// Held by the future of a blocking call, so that one call runs at a time. A call whose future
-    /// was dropped continues without the lock.
-    blocking: async_lock::Mutex<()>,
+    /// Held by the thread of a blocking call, so that one call runs at a time.
+    blocking: Arc<async_lock::Mutex<()>>,
 }
 
 impl Connection {
@@ -106,7 +106,7 @@ impl Connection {
             image: RwLock::new(Some(Arc::new(image))),
             notifier,
             reapers: Mutex::default(),
-            blocking: async_lock::Mutex::new(()),
+            blocking: Arc::default(),
         }))
     }
 
@@ -163,10 +163,17 @@ impl Connection {
         call: impl FnOnce(&Image) -> io::Result<T> + Send + 'static,
     ) -> Result<T> {
         self.outcomes.fenced.check()?;
-        let _one = self.blocking.lock().await;
+        let one = self.blocking.lock_arc().await;
         let image = self.image.read().clone();
         let image = image.ok_or_else(|| self.closed())?;
-        let called = run_blocking("blockhouse-rbd", move || call(&image)).await;
+        let call = move || {
+            let called = call(&image);
+            // The next call may be the close, which needs the only reference.
+            drop(image);
+            drop(one);
+            called
+        };
+        let called = run_blocking("blockhouse-rbd", call).await;
         called.flatten().map_err(|error| self.error(what, None, error))
     }
 
@@ -180,15 +187,19 @@ impl Connection {
         Arc::into_inner(image?)
     }
 
-    /// Closes the image and releases its lock. Does not wait for a blocking call with a dropped
-    /// future, which closes the image later.
+    /// Closes the image and releases its lock.
     ///
     /// # Errors
     /// Errors of the cluster; the image is closed nevertheless.
     pub(super) async fn close(&self) -> Result<()> {
-        let _one = self.blocking.lock().await;
+        let one = self.blocking.lock_arc().await;
         let Some(image) = self.take_image() else { return Ok(()) };
-        let closed = run_blocking("blockhouse-rbd", move || image.close()).await;
+        let close = move || {
+            let closed = image.close();
+            drop(one);
+            closed
+        };
+        let closed = run_blocking("blockhouse-rbd", close).await;
         closed.flatten().map_err(|error| self.error("cannot close", None, error))
     }
 

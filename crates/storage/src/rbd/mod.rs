@@ -54,9 +54,8 @@ pub struct RbdStorage {
     connection: Arc<Connection>,
     /// The pool, and the namespace in it.
     pool: String,
-    size: AtomicU64,
-    /// Held during a change of the size or the snapshots, so that there is one at a time.
-    resizing: async_lock::Mutex<()>,
+    /// Stored by the blocking call that changes the image's size, also if its future was dropped.
+    size: Arc<AtomicU64>,
     is_cached: bool,
 }
 
@@ -76,8 +75,7 @@ impl RbdStorage {
     pub async fn open(location: RbdLocation, access: RbdAccess) -> Result<Self> {
         let pool = format!("{}/{}", location.pool(), location.namespace().unwrap_or_default());
         let Opened { connection, size, is_cached } = open::open(location, access).await?;
-        let (size, resizing) = (AtomicU64::new(size), async_lock::Mutex::new(()));
-        Ok(Self { connection, pool, size, resizing, is_cached })
+        Ok(Self { connection, pool, size: Arc::new(AtomicU64::new(size)), is_cached })
     }
 
     /// Changes the part of a range that is inside of the image, in ranges of at most [`MAX_RANGE`]
@@ -93,16 +91,22 @@ impl RbdStorage {
         while offset < end {
             let part = ByteRange::between(offset, end.min(offset + MAX_RANGE));
             let changed = self.connection.run(what, Some(offset), command(part), false).await;
-            changed.map_err(Error::confined)?;
+            self.confined(changed)?;
             offset = part.end();
         }
         Ok(())
     }
 
+    /// Marks the error of a change. Without the cache, a failed change affects no earlier one:
+    /// changes that completed before are durable.
+    fn confined(&self, changed: Result<u64>) -> Result<()> {
+        let changed = changed.map(drop);
+        if self.is_cached { changed } else { changed.map_err(Error::confined) }
+    }
+
     /// Makes the image at least `size` bytes long.
     async fn grow(&self, size: u64) -> Result<()> {
-        let _one = self.resizing.lock().await;
-        if size > self.size() { self.set_size(size).await } else { Ok(()) }
+        if size > self.size() { self.set_size(size, false).await } else { Ok(()) }
     }
 
     /// The identity of the image: the pool, the namespace, and the image's id in the pool. The
@@ -130,14 +134,19 @@ impl RbdStorage {
         self.size.fetch_max(size, Ordering::AcqRel);
     }
 
-    /// Sets the size. The caller must hold the lock `resizing`.
-    async fn set_size(&self, size: u64) -> Result<()> {
-        // An earlier call that was dropped may take effect late: a growth never shrinks the image.
-        let may_shrink = size < self.size();
-        let resize = move |image: &connection::Image| image.resize(size, may_shrink);
-        self.connection.run_blocking("cannot change the size", resize).await?;
-        self.size.store(size, Ordering::Release);
-        Ok(())
+    /// Sets the size. Without `may_shrink`, a size that is less than the current one is ignored.
+    async fn set_size(&self, size: u64, may_shrink: bool) -> Result<()> {
+        let known = Arc::clone(&self.size);
+        let resize = move |image: &connection::Image| {
+            // An earlier call has changed the size meanwhile.
+            let current = known.load(Ordering::Acquire);
+            if size != current && (size > current || may_shrink) {
+                image.resize(size, may_shrink)?;
+                known.store(size, Ordering::Release);
+            }
+            Ok(())
+        };
+        self.connection.run_blocking("cannot change the size", resize).await
     }
 }
 
@@ -214,10 +223,7 @@ impl Storage for RbdStorage {
         }
         let (what, command) = ("cannot write", Command::Write(offset, from));
         let written = self.connection.run(what, Some(offset), command, is_durable).await;
-        // Without the cache, a failed write affects no earlier write: writes that completed before
-        // are durable.
-        let written = if self.is_cached { written } else { written.map_err(Error::confined) };
-        written.map(drop)
+        self.confined(written)
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
@@ -236,8 +242,7 @@ impl Storage for RbdStorage {
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
-        let _one = self.resizing.lock().await;
-        if size == self.size() { Ok(()) } else { self.set_size(size).await }
+        self.set_size(size, true).await
     }
 
     async fn extend_hint(&self, size: u64) {
@@ -286,11 +291,6 @@ impl Storage for RbdStorage {
     }
 
     async fn change_snapshots(&self, change: SnapshotChange<'_>) -> Result<()> {
-        let _one = self.resizing.lock().await;
-        snapshots::change(&self.connection, change).await?;
-        if let SnapshotChange::Apply(_) = change {
-            self.size.store(self.query_size().await?, Ordering::Release);
-        }
-        Ok(())
+        snapshots::change(&self.connection, &self.size, change).await
     }
 }

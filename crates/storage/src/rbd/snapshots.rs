@@ -1,5 +1,8 @@
 //! Changes of an image's snapshots, and queries of what has changed since a snapshot.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SnapshotChange, StorageChange, errno};
 
 use super::connection::{Connection, Image};
@@ -8,8 +11,12 @@ use super::connection::{Connection, Image};
 /// sends a message for each object, and each changed extent may be as short as a sector.
 const MAX_CHANGE_RANGE: u64 = 1 << 30;
 
-/// Carries a change out.
-pub(super) async fn change(connection: &Connection, change: SnapshotChange<'_>) -> Result<()> {
+/// Carries a change out. Stores in `size` the size that the image has after it.
+pub(super) async fn change(
+    connection: &Connection,
+    size: &Arc<AtomicU64>,
+    change: SnapshotChange<'_>,
+) -> Result<()> {
     if let SnapshotChange::Create(name) | SnapshotChange::Rename { to: name, .. } = change
         && let Err(why) = check_name(name)
     {
@@ -21,8 +28,15 @@ pub(super) async fn change(connection: &Connection, change: SnapshotChange<'_>) 
         SnapshotChange::Rename { .. } => "cannot rename the snapshot",
         SnapshotChange::Apply(_) => "cannot apply the snapshot",
     };
-    let owned = OwnedChange::of(change);
-    let changed = connection.run_blocking(what, move |image: &Image| owned.carry_out(image)).await;
+    let (owned, size) = (OwnedChange::of(change), Arc::clone(size));
+    let carry_out = move |image: &Image| {
+        owned.carry_out(image)?;
+        if let OwnedChange::Apply(_) = owned {
+            size.store(image.size()?, Ordering::Release);
+        }
+        Ok(())
+    };
+    let changed = connection.run_blocking(what, carry_out).await;
     changed.map_err(|error| match error.errno() {
         16 /* EBUSY */ => error.hint("it is protected, and may have clones: see 'rbd snap unprotect'"),
         17 /* EEXIST */ => error.hint("choose another name"),

@@ -127,6 +127,8 @@ impl<W: Waiter> Image<W> {
             let (first, room) = (completions.as_mut_ptr(), MAX_COMPLETIONS as c_int);
             // SAFETY: `completions` has room for that many.
             let count = unsafe { (rbd.rbd_poll_io_events)(self.handle, first, room) };
+            // The call fails only without `rbd_set_image_notification`, and then an image is not
+            // opened.
             let count = usize::try_from(count).unwrap_or(0);
             for &completion in &completions[..count] {
                 // SAFETY: each completion comes out once. Its argument is the box that `submit`
