@@ -15,6 +15,7 @@ use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
 use rustix::fd::OwnedFd;
+use rustix::fs::{Mode, OFlags};
 
 use crate::driver::{Driver, Wanted};
 use crate::error::Error;
@@ -29,6 +30,8 @@ const BLOCKS: RangeInclusive<u64> = 512..=4096;
 const NODE_LIMIT: Duration = Duration::from_secs(10);
 /// How long the flush of a device may take whose server is not known.
 const HOLD_LIMIT: Duration = Duration::from_secs(30);
+/// The alignment of memory for direct reads, in bytes: the largest logical block.
+const ALIGNMENT: usize = 4096;
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// The uses that a device may have when it is detached.
@@ -137,17 +140,28 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
 /// then nothing is held, because nothing can be written.
 ///
 /// # Errors
-/// The device is in use, or is not flushed in time.
+/// The device is in use, or is not flushed in time, or its server answers and the flush fails.
 fn hold_in_time(number: u32) -> Result<Option<OwnedFd>, Error> {
     let (done, held) = mpsc::channel();
     // A thread that is blocked ends when the device is disconnected, or with this process.
-    thread::spawn(move || done.send(hold_unused(number)));
-    match held.recv_timeout(HOLD_LIMIT) {
-        Ok(Err(error @ Error::Used(_))) => Err(error),
-        Ok(Ok(device)) => Ok(device),
-        Ok(Err(_)) => Ok(None),
-        Err(_) => Err(cannot_flush(number, ErrorKind::TimedOut.into())),
-    }
+    thread::spawn(move || {
+        done.send(match hold_unused(number) {
+            Err(error) if !matches!(error, Error::Used(_)) && !can_read(&node(number)) => Ok(None),
+            held => held,
+        })
+    });
+    let timed_out = |_| Err(cannot_flush(number, ErrorKind::TimedOut.into()));
+    held.recv_timeout(HOLD_LIMIT).unwrap_or_else(timed_out)
+}
+
+/// Whether a read of the first block succeeds, not from the page cache.
+fn can_read(device: &Path) -> bool {
+    let mut bytes = [0; 2 * ALIGNMENT];
+    let start = bytes.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
+    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(device, flags, Mode::empty());
+    opened
+        .is_ok_and(|device| rustix::io::read(&device, &mut bytes[start..start + ALIGNMENT]).is_ok())
 }
 
 /// Holds the block device, as [`blockhouse_engine::hold_unused`].
@@ -160,4 +174,20 @@ fn hold_unused(number: u32) -> Result<Option<OwnedFd>, Error> {
 
 fn cannot_flush(number: u32, error: std::io::Error) -> Error {
     Error::refused(format!("flush /dev/nbd{number}"), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_answers_can_be_read() {
+        let folder = tempfile::tempdir().expect("a folder");
+        assert!(!can_read(&folder.path().join("missing")));
+        assert!(!can_read(folder.path()));
+        // A file system on the disk has direct reads.
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
+        fs::write(file.path(), [0; ALIGNMENT]).expect("room");
+        assert!(can_read(file.path()));
+    }
 }
