@@ -95,6 +95,23 @@ pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
     }
 }
 
+/// Serves at a socket that [`bind`] has returned. If that fails, removes the socket from the store,
+/// and its file.
+///
+/// # Errors
+/// The errors of `serve`.
+pub(crate) fn serve_or_give_up<T, E>(
+    bound: BoundSocket,
+    serve: impl FnOnce(BoundSocket) -> std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
+    let address = bound.address.clone();
+    let identity = bound.file.as_ref().and_then(SocketFile::identity);
+    serve(bound).inspect_err(|_| {
+        let file = identity.and_then(|identity| file_of(&shown(&address), identity));
+        give_up(&address, file.as_ref());
+    })
+}
+
 /// Removes the socket of an address from the store, if an earlier server, which hands over, has
 /// stored it. The file at the path stays.
 pub fn give_up_left(address: &Address) {
@@ -179,6 +196,23 @@ fn file_of(address: &str, identity: (u64, u64)) -> Option<SocketFile> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_file_of_a_socket_goes_when_nothing_is_served_there() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let bind = || {
+            let unix = Address::Unix(path.clone());
+            let bound = bind_for(&unix, SocketPermissions::default()).expect("a socket");
+            // As if a service manager had it in its store.
+            bound.file.as_ref().expect("its file").set_kept(true);
+            bound
+        };
+        assert!(serve_or_give_up(bind(), |_| Err::<(), _>("refused")).is_err());
+        assert!(!path.exists());
+        serve_or_give_up(bind(), |_| Ok::<_, ()>(())).expect("it is served");
+        assert!(path.exists());
+    }
 
     #[test]
     fn a_name_tells_the_address_and_the_file() {

@@ -85,7 +85,9 @@ impl ExportList {
         let permissions = self.permissions;
         let bound =
             blocking::run(move || kept_sockets::bind(&Address::Unix(path), permissions)).await??;
-        self.serve_device(DeviceSocket { bound, frontend: None, access }, &disk)
+        kept_sockets::serve_or_give_up(bound, |bound| {
+            self.serve_device(DeviceSocket { bound, frontend: None, access }, &disk)
+        })
     }
 
     /// Stops serving a device. The guest's requests in flight complete.

@@ -191,7 +191,9 @@ impl ExportList {
             export: export.clone(),
         };
         let offer = SocketOffer { name: export, disk, options };
-        self.serve_socket(bound, security, vec![offer], Vec::new())?;
+        kept_sockets::serve_or_give_up(bound, |bound| {
+            self.serve_socket(bound, security, vec![offer], Vec::new())
+        })?;
         Ok(uri)
     }
 
@@ -237,7 +239,9 @@ impl ExportList {
         let permissions = self.permissions;
         let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
         let (address, security) = (bound.address.clone(), security_of(tls.as_ref()));
-        self.serve_socket(bound, security, Vec::new(), Vec::new())?;
+        kept_sockets::serve_or_give_up(bound, |bound| {
+            self.serve_socket(bound, security, Vec::new(), Vec::new())
+        })?;
         self.keep_socket(&address, AddedSocket { max_connections });
         Ok(NbdUri { security, address, export })
     }
