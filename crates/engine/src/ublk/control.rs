@@ -135,7 +135,8 @@ impl UblkControl {
                     error => Err(io::Error::from_raw_os_error(-error)),
                 });
             }
-            if left == Some(Duration::ZERO) {
+            // An entry that the kernel did not take would leave no room for the next command.
+            if left == Some(Duration::ZERO) && self.ring.submission().is_empty() {
                 return None;
             }
         }
