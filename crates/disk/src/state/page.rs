@@ -163,18 +163,16 @@ impl StatePage {
         self.memory.load(MODIFIED_BEFORE_WORD)
     }
 
-    /// The time at which the image was opened, or [`modified_before`](Self::modified_before) if
-    /// that is later.
+    /// The time at which the image was opened.
     pub(crate) fn opened(&self) -> u64 {
         self.memory.load(OPENED_WORD)
     }
 
     /// Sets [`opened`](Self::opened) and [`modified_before`](Self::modified_before) in a new page.
-    /// At the later of the two times, the image had its present content.
     pub(crate) fn set_opened(&self, opened: u64, modified_before: u64) {
         self.memory.store(MODIFIED_BEFORE_WORD, modified_before);
-        self.memory.store(OPENED_WORD, opened.max(modified_before));
-        self.raise_last_write(opened.max(modified_before));
+        self.memory.store(OPENED_WORD, opened);
+        self.raise_last_write(opened);
     }
 
     /// Notes that the image had its present content at this time.

@@ -6,7 +6,8 @@
 //! same bits, so the file's mtime is compared as well:
 //!
 //! - with the mtime when the server opened the file: always, because both times are of the file
-//!   system's clock;
+//!   system's clock; if that clock is this host's and the mtime was in the future, with the time of
+//!   the opening instead, because a write sets an earlier mtime then;
 //! - with the time of the server's last write: only if the file system uses this host's clock (NFS
 //!   does not). The tolerance is large, because a write may hang in the kernel and complete after
 //!   the server's death. The tolerance is small only for a later mtime without a session. An image
@@ -65,7 +66,7 @@ pub(crate) enum Clock {
 struct Noted {
     /// The file's mtime when the server opened it; zero if unknown.
     modified_before: Duration,
-    /// The time when the server opened it, or `modified_before` if that is later.
+    /// The time when the server opened it.
     opened: Duration,
     /// The time of the server's last write; without any write, `opened`.
     last_write: Duration,
@@ -98,7 +99,11 @@ impl Modification {
     pub(crate) fn contradiction(&self, has_session: bool) -> Option<String> {
         let Self { at, clock, noted } = *self;
         let is_before = |time: Duration, slack| at + slack < time;
-        if is_before(noted.modified_before, TICKS)
+        let earliest = match clock {
+            Clock::ThisHost => noted.modified_before.min(noted.opened),
+            Clock::Unknown => noted.modified_before,
+        };
+        if is_before(earliest, TICKS)
             || noted.has_written() && clock == Clock::ThisHost && is_before(noted.last_write, HANG)
         {
             let earlier = noted.last_write.saturating_sub(at).as_secs();
@@ -112,7 +117,8 @@ impl Modification {
             (_, Clock::Unknown) => return None,
         };
         let later = at.saturating_sub(noted.last_write);
-        (later > slack).then(|| {
+        let is_unwritten = at == noted.modified_before && !noted.has_written();
+        (later > slack && !is_unwritten).then(|| {
             let later = later.as_secs();
             format!("another program has modified the image since ({later} s after its server's last write)")
         })
@@ -203,6 +209,25 @@ mod tests {
         let noted = Noted { modified_before: hour, opened: day, last_write: day };
         let file = Modification { at: hour, clock: Clock::ThisHost, noted };
         assert_eq!(file.contradiction(false), None);
+    }
+
+    #[test]
+    fn a_file_whose_mtime_was_in_the_future_may_have_it_still_or_that_of_a_write() {
+        let time = |hours: u64| Duration::from_secs(hours * HOUR);
+        for (at, last_write, fits) in [
+            (20, 11, true),
+            (12, 12, true),
+            (20, 12, false),
+            (21, 11, false),
+            (10, 11, false),
+            (11, 12, false),
+        ] {
+            let (modified_before, opened) = (time(20), time(11));
+            let noted = Noted { modified_before, opened, last_write: time(last_write) };
+            let file = Modification { at: time(at), clock: Clock::ThisHost, noted };
+            let why = file.contradiction(false);
+            assert_eq!(why.is_none(), fits, "{at}, written at {last_write}: {why:?}");
+        }
     }
 
     #[test]
