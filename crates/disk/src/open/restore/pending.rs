@@ -149,6 +149,24 @@ fn repair_command(disk: &StoredImage, dir: Option<&StateDir>) -> String {
     let is_usual =
         |dir: &&StateDir| StateDir::default_path().is_ok_and(|usual| usual == dir.path());
     let named = dir.filter(|dir| !is_usual(dir));
-    let state = named.map(|dir| format!("--state '{}' ", dir.path().display()));
-    format!("blockhouse check --repair leaks {}'{}'", state.unwrap_or_default(), disk.name())
+    let state = named.map(|dir| format!("--state={} ", shell_word(&dir.path().to_string_lossy())));
+    let (state, image) = (state.unwrap_or_default(), shell_word(disk.name()));
+    format!("blockhouse check --repair leaks {state}-- {image}")
+}
+
+/// One word of a shell's command.
+fn shell_word(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shell_word;
+
+    #[test]
+    fn a_shell_reads_a_name_as_one_word() {
+        for (name, word) in [("a b$c", "'a b$c'"), ("it's;", r"'it'\''s;'"), ("'", r"''\'''")] {
+            assert_eq!(shell_word(name), word);
+        }
+    }
 }
