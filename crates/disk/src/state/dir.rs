@@ -12,7 +12,8 @@ use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, Uid, chownat, fstat, fstatfs, mkdirat, openat, statfs,
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Uid, chownat, fstat, fstatfs, mkdirat,
+    openat, renameat_with, statat, statfs, unlinkat,
 };
 use rustix::io::Errno;
 use rustix::process::geteuid;
@@ -37,6 +38,20 @@ struct Inner {
     user: u32,
 }
 
+/// Makes a directory that belongs to another user: under another name until it does.
+fn make_for(path: &Path, user: u32) -> rustix::io::Result<()> {
+    let aside = path.with_file_name(format!(".blockhouse-{}", std::process::id()));
+    mkdirat(CWD, &aside, Mode::RWXU)?;
+    let user = Some(Uid::from_raw(user));
+    let made = chownat(CWD, &aside, user, None, AtFlags::SYMLINK_NOFOLLOW)
+        .and_then(|()| renameat_with(CWD, &aside, CWD, path, RenameFlags::NOREPLACE));
+    if made.is_err() {
+        // The error of the change is returned.
+        let _ = unlinkat(CWD, &aside, AtFlags::REMOVEDIR);
+    }
+    made
+}
+
 impl StateDir {
     /// Opens the directory at `path`; creates it if it is missing.
     ///
@@ -48,7 +63,8 @@ impl StateDir {
     }
 
     /// As [`create`](Self::create), for the user that this process will run as: that user owns the
-    /// directory and its files.
+    /// directory and its files. The directory has its name only when it belongs to that user, so a
+    /// process that is killed leaves no directory of another user.
     ///
     /// # Errors
     /// As [`create`](Self::create); also if this process may not give a file to the user.
@@ -57,15 +73,15 @@ impl StateDir {
             let failed = Error::host("cannot make the state directory", error.into());
             failed.on(&path.display().to_string()).hint(ELSEWHERE)
         };
-        match mkdirat(CWD, path, Mode::RWXU) {
-            Ok(()) if user != geteuid().as_raw() => {
-                let user = Some(Uid::from_raw(user));
-                chownat(CWD, path, user, None, AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
-            }
-            Ok(()) | Err(Errno::EXIST) => {}
-            Err(error) => return Err(failed(error)),
+        let made = match statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) if user != geteuid().as_raw() => make_for(path, user),
+            Err(Errno::NOENT) => mkdirat(CWD, path, Mode::RWXU),
+            found => found.map(drop),
+        };
+        match made {
+            Ok(()) | Err(Errno::EXIST) => Self::open_for(path, user),
+            Err(error) => Err(failed(error)),
         }
-        Self::open_for(path, user)
     }
 
     /// Opens the directory at `path`, which must exist.
@@ -207,7 +223,7 @@ pub(super) fn is_own_file(file: impl AsFd, user: u32) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use std::fs::{self, Permissions};
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
     use super::*;
 
@@ -223,6 +239,22 @@ mod tests {
         StateDir::create(&path).expect("it can be made");
         assert_eq!(fs::metadata(&path).expect("it is there").permissions().mode() & 0o777, 0o700);
         StateDir::create(&path).expect("it is there already");
+    }
+
+    #[test]
+    fn a_directory_for_another_user_has_its_name_only_when_it_is_complete() {
+        if !geteuid().is_root() {
+            return;
+        }
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
+        let path = folder.path().join("state");
+        StateDir::create_for(&path, 1).expect("it can be made");
+        StateDir::create_for(&path, 1).expect("it is there already");
+        let made = fs::metadata(&path).expect("it is there");
+        assert_eq!((made.uid(), made.permissions().mode() & 0o777), (1, 0o700));
+        StateDir::create_for(&path, 2).expect_err("it is another user's");
+        assert_eq!(make_for(&path, 2), Err(Errno::EXIST));
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1);
     }
 
     #[test]
