@@ -22,8 +22,18 @@ pub enum IfExists {
 /// name durable.
 ///
 /// # Errors
-/// `to` exists and `if_exists` keeps it, or the host refuses; the error names the file.
+/// `to` exists and `if_exists` keeps it, or the host refuses; the error names the file. The file is
+/// still called `from` then, unless it has replaced another one.
 pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()> {
+    rename_synced(from, to, if_exists, sync)
+}
+
+fn rename_synced(
+    from: &Path,
+    to: &Path,
+    if_exists: IfExists,
+    sync: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
     let renamed = match if_exists {
         IfExists::Replace => {
             keep_rights(from, to)
@@ -43,12 +53,22 @@ pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()>
             _ => failed.hint(format!("the image is complete: {}", from.display())),
         }
     })?;
+    sync(to).inspect_err(|_| {
+        if if_exists == IfExists::Fail {
+            // The first error is returned.
+            let _ = rename_noreplace(to, from);
+        }
+    })
+}
+
+/// Makes the new name of a file durable.
+fn sync(path: &Path) -> Result<()> {
     // Without this sync, the next durable write on XFS would also have to flush the changes that
     // the rename made to the inode.
-    if let Ok(file) = File::open(to) {
-        file.sync_all().map_err(|error| Error::host("cannot sync", error).on(&name(to)))?;
+    if let Ok(file) = File::open(path) {
+        file.sync_all().map_err(|error| Error::host("cannot sync", error).on(&name(path)))?;
     }
-    sync_folder(to)
+    sync_folder(path)
 }
 
 fn name(path: &Path) -> String {
@@ -101,5 +121,29 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
         Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => Ok(()),
         Err(error) => Err(Error::host("cannot sync", error).on(&folder.display().to_string())),
         Ok(()) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use blockhouse_core::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_file_whose_new_name_is_not_durable_has_its_old_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [part, image] = ["part", "image"].map(|name| folder.path().join(name));
+        fs::write(&part, "new").expect("a file");
+        let fail = |_: &Path| Err(Error::new(ErrorKind::Io, "cannot sync"));
+        rename_synced(&part, &image, IfExists::Fail, fail).expect_err("the sync has failed");
+        assert!(part.exists() && !image.exists());
+        rename_durable(&part, &image, IfExists::Fail).expect("it can be renamed");
+        fs::write(&part, "newer").expect("a file");
+        rename_durable(&part, &image, IfExists::Fail).expect_err("the name is taken");
+        rename_synced(&part, &image, IfExists::Replace, fail).expect_err("the sync has failed");
+        assert_eq!(fs::read(&image).expect("a file"), b"newer");
     }
 }
