@@ -4,8 +4,8 @@
 //! time of its requests grows. So the pace depends on that time. In each cycle the copier rests for
 //! one window, in which the time of the guest's reads and writes without copies is measured. In the
 //! other windows the time with copies is compared with it, and the rate is raised or lowered. A
-//! disk with fewer than `MIN_REQUESTS` requests in a window is copied without a limit. The user's
-//! limit applies if it is lower.
+//! window with fewer than `MIN_REQUESTS` requests is prolonged. A disk with few and short requests
+//! is copied without a limit. The user's limit applies if it is lower.
 //!
 //! Guarantee: outside of rests, the rate of the pace is never less than `MIN_RATE`, so a job ends
 //! under any load.
@@ -18,11 +18,15 @@ use std::time::Duration;
 
 use blockhouse_disk::ExportLoad;
 
-/// How long the rate stays the same.
+/// How long the rate stays the same, if the guest has `MIN_REQUESTS` requests in that time.
 const WINDOW: Duration = Duration::from_millis(50);
+/// How long the rate stays the same at most.
+const MAX_WINDOW: Duration = Duration::from_millis(500);
 /// Windows of a cycle, the first of which is the rest.
 const CYCLE: u32 = 10;
-/// A guest with fewer requests in a window counts as idle: their times are not significant.
+/// A window with fewer requests goes on, because their times are not significant. A guest with
+/// fewer requests per `WINDOW` counts as idle if they took less than half of the time. Otherwise
+/// they are few because each takes long, and copies may be the reason.
 const MIN_REQUESTS: u64 = 8;
 /// Requests may take this many times as long as in a rest.
 const MAX_SLOWDOWN: f64 = 1.25;
@@ -96,13 +100,15 @@ impl Schedule {
 
 /// See the module's page.
 pub(crate) struct Pace {
-    /// When the window ends.
+    /// When the window began.
+    began: Duration,
+    /// When the window ends, or is prolonged.
     end: Duration,
     /// The number of the window in its cycle: 0 is the rest.
     window: u32,
     /// The guest's counters when the window began.
     before: ExportLoad,
-    /// The time of a request in a rest, in seconds.
+    /// The time of a request in a rest, in seconds; `None` before the end of the first rest.
     undisturbed: Option<f64>,
     /// The rate in bytes per second.
     rate: f64,
@@ -114,9 +120,9 @@ pub(crate) struct Pace {
 impl Pace {
     /// A pace that begins with a rest.
     pub(crate) fn new(now: Duration, load: ExportLoad) -> Self {
-        let end = now + WINDOW;
-        let (undisturbed, rate) = (None, FIRST_RATE);
-        Self { end, window: 0, before: load, undisturbed, rate, copied: 0, is_guest_idle: false }
+        let (began, end, window, before) = (now, now + WINDOW, 0, load);
+        let (undisturbed, rate, copied, is_guest_idle) = (None, FIRST_RATE, 0, false);
+        Self { began, end, window, before, undisturbed, rate, copied, is_guest_idle }
     }
 
     /// The bytes that may be copied at this time. `load` returns the guest's counters until now; it
@@ -144,9 +150,17 @@ impl Pace {
     fn next_window(&mut self, now: Duration, load: ExportLoad) {
         let requests = load.requests.saturating_sub(self.before.requests);
         let time = load.time.saturating_sub(self.before.time);
-        let copied = std::mem::take(&mut self.copied) as f64 / WINDOW.as_secs_f64();
-        (self.before, self.end) = (load, now + WINDOW);
-        if requests < MIN_REQUESTS {
+        let length = now.saturating_sub(self.began);
+        self.end = now + WINDOW;
+        // A new job does not wait long for requests.
+        let is_unused = requests == 0 && self.undisturbed.is_none();
+        if requests < MIN_REQUESTS && length < MAX_WINDOW && !is_unused {
+            return;
+        }
+        let copied = std::mem::take(&mut self.copied) as f64 / length.as_secs_f64();
+        (self.before, self.began) = (load, now);
+        let in_window = requests as f64 * WINDOW.as_secs_f64() / length.as_secs_f64();
+        if in_window < MIN_REQUESTS as f64 && time < length / 2 {
             // The first window with requests is a rest.
             (self.is_guest_idle, self.window) = (true, CYCLE - 1);
             return;
@@ -216,6 +230,40 @@ mod tests {
             let expected = capacity * (MAX_SLOWDOWN - 1.0);
             assert!((0.5..1.5).contains(&(mean / expected)), "{mean} of {expected}");
             assert_eq!(rates.iter().filter(|rate| **rate == 0.0).count(), 20, "rests");
+        }
+    }
+
+    /// A guest with one request in flight that takes 5 ms, or five times as long beside copies
+    /// without a limit.
+    #[test]
+    fn a_slow_disk_is_not_taken_for_an_idle_one() {
+        let (mut now, mut load, mut begun) = (Duration::ZERO, ExportLoad::default(), 0.0);
+        let mut pace = Pace::new(now, load);
+        let (capacity, time) = (100e6, 5e-3);
+        for number in 0..4000 {
+            let rate = match pace.allowance(now, || load) {
+                Allowance::Unlimited => 4.0 * capacity,
+                Allowance::Rate(rate) => (rate as f64).min(4.0 * capacity),
+                Allowance::Rest(_) => 0.0,
+            };
+            assert!(number < 1000 || rate < capacity / 2.0, "{rate} in window {number}");
+            pace.count((rate * WINDOW.as_secs_f64()) as u64);
+            begun += WINDOW.as_secs_f64() / (time * (1.0 + rate / capacity));
+            (load.requests, now) = (begun as u64, now + WINDOW);
+            load.time = now;
+        }
+    }
+
+    #[test]
+    fn a_guest_with_few_short_requests_counts_as_idle() {
+        let (mut now, mut load) = (Duration::ZERO, ExportLoad::default());
+        let mut pace = Pace::new(now, load);
+        for number in 0..100_u32 {
+            let allowance = pace.allowance(now, || load);
+            assert!(number < 10 || allowance == Allowance::Unlimited, "{allowance:?}");
+            load.requests += 1;
+            load.time += Duration::from_millis(1);
+            now += WINDOW;
         }
     }
 
