@@ -141,3 +141,33 @@ fn what_takes_too_much_memory_is_refused() {
     let params = rig.params("x", json!({ "transient": true }));
     rig.control.refused("bitmap.add", params, FAILED, &["64 bitmaps in memory at most"]);
 }
+
+#[test]
+fn backups_whose_names_are_taken_begin_with_no_change_of_bitmaps() {
+    let mut rig = Rig::start();
+    rig.call("bitmap.add", "old", json!({ "transient": true }));
+    rig.write(0);
+    for name in ["second", "target", "other", &format!("{}@taken", rig.disk)] {
+        let image = rig.scratch.image(&format!("{name}.img"), 8 * MIB);
+        rig.control.get("disk.open", json!({ "path": image.path(), "name": name }));
+    }
+    let disk = rig.disk.clone();
+    let clear = json!({ "clear": { "disk": disk, "name": "old" } });
+    let served = |disk: &str, name: &str| json!({ "disk": disk, "name": name });
+    let job =
+        |disk: &str, target: &str| json!({ "disk": disk, "name": "then", "target-disk": target });
+    for (backups, word) in [
+        ([served(&disk, "then"), served("second", "then")], "is called \"then\" already"),
+        ([job(&disk, "target"), job("second", "other")], "is called \"then\" already"),
+        ([served("second", "now"), served(&disk, "taken")], "give the backup another name"),
+    ] {
+        let params = json!({ "bitmaps": [clear], "backups": backups });
+        rig.control.refused("disk.transaction", params, FAILED, &[word]);
+        assert_eq!(rig.list(), told(&[("old", GRANULE, false)]));
+        assert_eq!(rig.control.get("backup.list", json!({})), json!([]));
+        assert_eq!(rig.control.get("job.list", json!({})), json!([]));
+    }
+    let params = json!({ "bitmaps": [clear], "backups": [served(&disk, "then")] });
+    rig.control.get("disk.transaction", params);
+    assert_eq!(rig.list(), told(&[("old", 0, false)]));
+}

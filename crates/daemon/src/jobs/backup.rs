@@ -6,6 +6,7 @@
 //! records the changes since that moment. When the job completes, these changes replace the content
 //! of a synced bitmap; if the job fails or is cancelled, the synced bitmap stays as it is.
 
+use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ use blockhouse_jobs::{Completion, FrozenDisk, JobControl, JobEnd, JobStage, Mirr
 use blockhouse_storage::{ImageStorage, ViewStorage};
 use futures_util::future::{Either, select};
 
-use super::{JobSetup, RunningJob, run_job};
+use super::{NewJobName, RunningJob, run_job};
 use crate::running::{Running, RunningDisk};
 
 /// The source of a backup.
@@ -28,8 +29,8 @@ pub(crate) struct FrozenSource {
     pub(crate) disk: Arc<RunningDisk>,
     /// The disk's content at the moment of the backup.
     pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
-    /// The only parts that are copied, if not all are.
-    pub(crate) only: Option<DirtyMap>,
+    /// The only parts that are copied, if not all are. An error fails the job.
+    pub(crate) only: Result<Option<DirtyMap>>,
     /// The bitmap that is synced, if any.
     pub(crate) synced: Option<CopiedBitmap>,
 }
@@ -63,24 +64,23 @@ impl CopiedBitmap {
 /// checked `target`.
 ///
 /// # Errors
-/// The name of the job is taken, or the server ends.
+/// The server ends.
 pub(crate) fn start_backup(
     running: &Running,
-    setup: JobSetup,
+    name: &NewJobName<'_>,
+    speed: Option<NonZeroU64>,
     source: FrozenSource,
     target: &RunningDisk,
 ) -> Result<Arc<RunningJob>> {
     let names = (target.path().display().to_string(), Some(target.name().to_owned()));
     let of = (source.disk.name(), &source.disk.disk);
-    let (job, handle) = running.jobs().register(setup.name, "backup", of, names)?;
-    job.control.set_speed(setup.speed);
+    let (job, handle) = running.jobs().register_as(name, "backup", of, names)?;
+    job.control.set_speed(speed);
     let target = Arc::clone(&target.disk);
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
         let FrozenSource { disk, view, only, synced } = source;
-        let end = match copy(job, &view, target, only).await {
-            Ok(end) => end,
-            Err(error) => JobEnd::Failed(error.to_string()),
-        };
+        let copied = async { copy(job, &view, target, only?).await };
+        let end = copied.await.unwrap_or_else(|error| JobEnd::Failed(error.to_string()));
         view.thaw();
         match synced {
             Some(bitmap) => sync(&disk.disk, bitmap, end).await,

@@ -69,12 +69,33 @@ struct State {
     jobs: Vec<Arc<RunningJob>>,
     /// Jobs that are no longer listed but may have operations in flight at their target.
     unanswered: Vec<Arc<RunningJob>>,
+    /// The names of jobs that are about to start.
+    reserved: Vec<String>,
     started: u64,
     /// The event loop of jobs, until the server ends. Created before the sandbox forbids creating
     /// io_uring instances.
     workers: Option<Workers>,
     /// Whether no more jobs may be started.
     is_over: bool,
+}
+
+/// The name of a job that is about to start, reserved until this is dropped.
+pub(crate) struct NewJobName<'a> {
+    jobs: &'a Jobs,
+    name: String,
+}
+
+impl NewJobName<'_> {
+    /// The name.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Drop for NewJobName<'_> {
+    fn drop(&mut self) {
+        self.jobs.0.lock().reserved.retain(|name| *name != self.name);
+    }
 }
 
 /// A job.
@@ -191,12 +212,19 @@ impl Jobs {
         }
     }
 
-    /// Fails if a job has this name.
-    pub(crate) fn check_new_name(&self, name: &str) -> Result<()> {
-        if self.0.lock().jobs.iter().any(|job| job.name == name) {
+    /// Reserves a name for a job of this kind: the given one, or any.
+    ///
+    /// # Errors
+    /// Another job has the name.
+    pub(crate) fn new_name(&self, wanted: Option<String>, kind: &str) -> Result<NewJobName<'_>> {
+        let mut state = self.0.lock();
+        state.started += 1;
+        let name = wanted.unwrap_or_else(|| format!("{kind}{}", state.started));
+        if state.reserved.contains(&name) || state.jobs.iter().any(|job| job.name == name) {
             bail!("a job is called {name:?} already; choose another name, or dismiss that one");
         }
-        Ok(())
+        state.reserved.push(name.clone());
+        Ok(NewJobName { jobs: self, name })
     }
 
     /// Fails if a job writes to the disk: the disk must not be served then.
@@ -249,6 +277,17 @@ impl Jobs {
         &self,
         name: Option<String>,
         kind: &'static str,
+        disk: (&str, &Arc<ImageDisk>),
+        target: (String, Option<String>),
+    ) -> Result<(Arc<RunningJob>, Handle)> {
+        self.register_as(&self.new_name(name, kind)?, kind, disk, target)
+    }
+
+    /// As [`register`](Self::register), with a reserved name.
+    fn register_as(
+        &self,
+        name: &NewJobName<'_>,
+        kind: &'static str,
         (disk, source): (&str, &Arc<ImageDisk>),
         (target, target_disk): (String, Option<String>),
     ) -> Result<(Arc<RunningJob>, Handle)> {
@@ -257,11 +296,7 @@ impl Jobs {
         if state.is_over {
             bail!("the server ends");
         }
-        state.started += 1;
-        let name = name.unwrap_or_else(|| format!("{kind}{}", state.started));
-        if state.jobs.iter().any(|job| job.name == name) {
-            bail!("a job is called {name:?} already; choose another name, or dismiss that one");
-        }
+        let name = name.name.clone();
         let workers = state.workers.as_ref().context("this server runs no jobs")?;
         let handle = workers.first().clone();
         let control = Arc::new(JobControl::default());

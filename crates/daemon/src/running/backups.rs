@@ -31,7 +31,7 @@ use blockhouse_storage::{ImageStorage, ViewStorage};
 use parking_lot::Mutex;
 
 use super::Running;
-use super::backup_list::{BackupDisk, RunningBackup};
+use super::backup_list::{BackupDisk, NewName, RunningBackup};
 use super::disk::RunningDisk;
 use super::recording::{ensure_side_file, remove_empty_side_file};
 use crate::events::{Event, Events};
@@ -179,16 +179,15 @@ async fn begin_claimed(
 /// Lists a frozen disk as a separate backup, which is not served yet.
 ///
 /// # Errors
-/// A backup or disk has its name.
+/// The host has no memory for the disk.
 pub(super) async fn adopt_backup(
     running: &Running,
-    name: &str,
+    name: &NewName<'_>,
     source: Arc<RunningDisk>,
     (view, scratch_limit): (Arc<FrozenDisk<ImageStorage>>, u64),
     pause: Duration,
 ) -> Result<()> {
-    let reserved = running.backups.new_name(Some(name.to_owned()))?;
-    let name = reserved.name.clone();
+    let name = name.name.clone();
     let source = Source { disk: source, since: None };
     let frozen = adopt_frozen(running, &name, &source, &view).await?;
     let disk = BackupDisk { source: source.disk, frozen, since: None, view, scratch_limit };
@@ -206,12 +205,7 @@ async fn sources(running: &Running, setup: &BackupSetup, name: &str) -> Result<V
     for disk in &setup.disks {
         let source = running.disks.get(disk)?;
         running.check_free(disk)?;
-        if running.disks.find(&frozen_name(disk, name)).is_some() {
-            bail!(
-                "a disk is called {:?} already; give the backup another name",
-                frozen_name(disk, name)
-            );
-        }
+        check_frozen_name(running, disk, name)?;
         let since = match &setup.since {
             Some(since) if has_bitmap(&source, since).await? => Some(since.clone()),
             _ => None,
@@ -420,6 +414,15 @@ pub(super) async fn complete_bitmap(disk: &RunningDisk, name: &str) -> Result<Op
 fn lacks_changes(disk: &RunningDisk, name: &str, why: &str) -> anyhow::Error {
     let what = format!("the bitmap {name:?} of the disk {:?} lacks changes: {why}", disk.name());
     Error::new(ErrorKind::LacksChanges, what).hint("make a full backup of it").into()
+}
+
+/// Fails if a disk has the name of the frozen disk.
+pub(super) fn check_frozen_name(running: &Running, disk: &str, backup: &str) -> Result<()> {
+    let name = frozen_name(disk, backup);
+    if running.disks.find(&name).is_some() {
+        bail!("a disk is called {name:?} already; give the backup another name");
+    }
+    Ok(())
 }
 
 pub(super) fn frozen_name(disk: &str, backup: &str) -> String {

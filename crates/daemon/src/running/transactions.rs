@@ -3,6 +3,8 @@
 //! Guarantee: either all changes are made durably or none is made, unless a storage fails at the
 //! last write of one of several images. A backup has the disk's content at that moment, and a
 //! bitmap that begins then has exactly the changes since. Guests' changes are paused meanwhile.
+//! Names of jobs and backups are reserved before the moment. Reason: a step after the moment cannot
+//! be undone, so it must not fail. If the bitmap of a backup cannot be read then, its job fails.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,12 +19,13 @@ use blockhouse_jobs::FrozenDisk;
 use blockhouse_storage::ImageStorage;
 use futures_util::future::try_join_all;
 
+use super::backup_list::NewName;
 use super::backups::{
-    MAX_FREEZE_TIME, adopt_backup, complete_bitmap, copied, frozen_name, prepare,
+    MAX_FREEZE_TIME, adopt_backup, check_frozen_name, complete_bitmap, copied, frozen_name, prepare,
 };
 use super::disk::RunningDisk;
 use super::{Running, recording};
-use crate::jobs::{self, CopiedBitmap, FrozenSource, JobSetup};
+use crate::jobs::{self, CopiedBitmap, FrozenSource, JobSetup, NewJobName};
 use crate::running::claims::Name;
 
 /// A backup that begins in a transaction.
@@ -90,12 +93,17 @@ impl PartChange {
 }
 
 /// A backup that is about to begin.
-struct ReadyBackup {
+struct ReadyBackup<'a> {
     part: BackupPart,
-    name: String,
     source: Arc<RunningDisk>,
     frozen: (Arc<FrozenDisk<ImageStorage>>, u64),
-    target: Option<Arc<RunningDisk>>,
+    reader: Reader<'a>,
+}
+
+/// The reader of a frozen disk, with its reserved name.
+enum Reader<'a> {
+    Job { name: NewJobName<'a>, target: Arc<RunningDisk>, bitmap: Option<String> },
+    Clients(NewName<'a>),
 }
 
 impl BackupPart {
@@ -125,7 +133,8 @@ impl BackupPart {
 /// # Errors
 /// There is no such disk or bitmap; a bitmap to add exists already; a bitmap to remove is offered
 /// to clients; a disk has no bitmaps that can be changed, is used by a job or backup, or is too
-/// busy; a target cannot be written to. Then nothing has changed.
+/// busy; a target cannot be written to; a name of a job or backup is taken. Then nothing has
+/// changed. If the server ends meanwhile, the changes may have been made, and the error says so.
 pub(crate) async fn transact(
     running: &Running,
     mut changes: Vec<(String, PartChange)>,
@@ -143,7 +152,7 @@ pub(crate) async fn transact(
     });
     let names = of_changes.chain(of_backups).map(Name::Disk);
     let _claim = running.claims.claim(names.collect::<Vec<_>>()).await;
-    let mut ready: Vec<ReadyBackup> = Vec::new();
+    let mut ready: Vec<ReadyBackup<'_>> = Vec::new();
     for part in backups {
         let is_known = |disk: &&str| {
             ready.iter().flat_map(|other| other.part.disks()).any(|other| other == *disk)
@@ -152,7 +161,7 @@ pub(crate) async fn transact(
             bail!("the disk {disk:?} is named twice");
         }
         let backup = make_ready(running, part, &changes).await?;
-        if let Some(bitmap) = backup.part.synced(&backup.name) {
+        if let Some(bitmap) = backup.part.synced(backup.part.name()) {
             let disk = &backup.part.job.disk;
             let is_transient = backup.source.disk.bitmaps().is_transient(&bitmap.name)
                 || added(&changes, disk, &bitmap.name)
@@ -176,7 +185,10 @@ pub(crate) async fn transact(
         }
         Ok(pause) => {
             for backup in ready {
-                begin(running, backup, pause).await?;
+                let name = backup.part.name().to_owned();
+                begin(running, backup, pause).await.with_context(|| {
+                    format!("the bitmaps have changed, but the backup {name:?} did not begin")
+                })?;
             }
             Ok(pause)
         }
@@ -216,17 +228,21 @@ fn by_disk(running: &Running, changes: Vec<(String, PartChange)>) -> Result<Vec<
 }
 
 /// Checks whether a backup can begin, and prepares it. Its disks are claimed.
-async fn make_ready(
-    running: &Running,
+async fn make_ready<'a>(
+    running: &'a Running,
     part: BackupPart,
     changes: &[(String, PartChange)],
-) -> Result<ReadyBackup> {
+) -> Result<ReadyBackup<'a>> {
     let (name, disk) = (part.name().to_owned(), &part.job.disk);
     let source = running.disks.get(disk)?;
     running.check_free(disk)?;
-    running.jobs.check_new_name(&name)?;
-    let (scratch, target) = match &part.kind {
-        BackupKind::Served { scratch } => (scratch.clone(), None),
+    let job_name = running.jobs.new_name(Some(name.clone()), "backup")?;
+    let (scratch, reader) = match &part.kind {
+        BackupKind::Served { scratch } => {
+            check_frozen_name(running, disk, &name)?;
+            let name = running.backups.new_name(Some(name.clone()))?;
+            (scratch.as_deref(), Reader::Clients(name))
+        }
         BackupKind::Copied { target, bitmap, .. } => {
             let target = jobs::check_target_disk(running, target, disk)?;
             check_apart(&target.disk, &source.disk)?;
@@ -241,11 +257,11 @@ async fn make_ready(
             if let Some(bitmap) = bitmap {
                 check_readable(&source, bitmap, changes).await?;
             }
-            (None, Some(target))
+            (None, Reader::Job { name: job_name, target, bitmap: bitmap.clone() })
         }
     };
-    let frozen = prepare(running, (scratch.as_deref(), None), &name, &source).await?;
-    Ok(ReadyBackup { part, name, source, frozen, target })
+    let frozen = prepare(running, (scratch, None), &name, &source).await?;
+    Ok(ReadyBackup { part, source, frozen, reader })
 }
 
 /// Makes the changes and freezes the disks, at one moment. Returns for how long guests' changes
@@ -253,7 +269,7 @@ async fn make_ready(
 async fn reach_moment<'a>(
     running: &Running,
     parts: &'a [DiskChanges],
-    backups: &[ReadyBackup],
+    backups: &[ReadyBackup<'_>],
     recorded: &mut Vec<&'a RunningDisk>,
 ) -> Result<Duration> {
     let own: Vec<Vec<_>> = parts.iter().map(|(_, changes)| own_changes(changes)).collect();
@@ -330,19 +346,22 @@ async fn with_merged(running: &Running, parts: &[DiskChanges]) -> Result<Vec<Vec
 }
 
 /// Begins a backup whose disk is frozen.
-async fn begin(running: &Running, backup: ReadyBackup, pause: Duration) -> Result<()> {
-    let ReadyBackup { part, name, source, frozen, target } = backup;
-    let synced = part.synced(&name);
-    let BackupPart { job, kind } = part;
-    let (BackupKind::Copied { bitmap, .. }, Some(target)) = (kind, target) else {
-        return adopt_backup(running, &name, source, frozen, pause).await;
+///
+/// # Errors
+/// The server ends, or the host has no memory.
+async fn begin(running: &Running, backup: ReadyBackup<'_>, pause: Duration) -> Result<()> {
+    let ReadyBackup { part, source, frozen, reader } = backup;
+    let (name, target, bitmap) = match reader {
+        Reader::Clients(name) => return adopt_backup(running, &name, source, frozen, pause).await,
+        Reader::Job { name, target, bitmap } => (name, target, bitmap),
     };
     let only = match bitmap {
-        Some(bitmap) => Some(copied(&source, &bitmap).await?),
-        None => None,
+        Some(bitmap) => copied(&source, &bitmap).await.map(Some),
+        None => Ok(None),
     };
+    let synced = part.synced(name.name());
     let source = FrozenSource { disk: source, view: frozen.0, only, synced };
-    jobs::start_backup(running, job, source, &target).map(drop)
+    jobs::start_backup(running, &name, part.job.speed, source, &target).map(drop)
 }
 
 impl BackupPart {
