@@ -17,8 +17,8 @@
 //! stay filled, and another job continues from there. A job that [tries again](Stream::try_again)
 //! leaves a part that cannot be filled to its next pass, and fills all others. The job fails no
 //! request of the guest. Only a commit changes a backing file. Once the job's end is decided, data
-//! that the backing file returns later is not written to the disk, because the disk may be closed
-//! by then.
+//! that a backing file returns later is not written to the disk or the base, because they may be
+//! closed by then.
 
 use std::cell::{Cell, RefCell};
 use std::future::pending;
@@ -400,7 +400,7 @@ impl<S: Storage> Work<S> {
     ) -> Result<u64> {
         match self {
             Self::Fill { .. } => disk.jobs().populate(part, go_on).await,
-            Self::Commit(layers) => layers.copy(part).await,
+            Self::Commit(layers) => layers.copy(part, go_on).await,
         }
     }
 

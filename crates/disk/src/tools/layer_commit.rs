@@ -129,12 +129,13 @@ impl<S: Storage> LayerCommit<S> {
     }
 
     /// Copies a part; returns how many bytes of it are not zeros. Not durable before
-    /// [`settle`](Self::settle).
+    /// [`settle`](Self::settle). If `go_on` returns false after the read of the layers, nothing is
+    /// written, because the base may be closed by then.
     ///
     /// # Errors
     /// Errors of either storage; the message names it.
-    pub async fn copy(&self, part: BackedRange) -> Result<u64> {
-        self.copy.copy(part.range).await
+    pub async fn copy(&self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
+        self.copy.copy_if(part.range, go_on).await
     }
 
     /// Makes the base durable, after all parts are copied.

@@ -96,9 +96,21 @@ impl<S: Storage> RangeCopy<S> {
     /// # Errors
     /// Errors of either storage; the message names it.
     pub async fn copy(&self, range: ByteRange) -> Result<u64> {
+        self.copy_if(range, &|| true).await
+    }
+
+    /// As [`copy`](Self::copy). If `go_on` returns false after the read of the source, nothing is
+    /// written.
+    ///
+    /// # Errors
+    /// As [`copy`](Self::copy).
+    pub async fn copy_if(&self, range: ByteRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let (offset, into) = (range.offset(), buffer.lend());
         self.source.submit_unlimited(Request::Read { offset, into }).await?;
+        if !go_on() {
+            return Ok(0);
+        }
         let bytes = buffer.bytes();
         let at = |part: &Range<usize>| {
             ByteRange::between(offset + part.start as u64, offset + part.end as u64)
