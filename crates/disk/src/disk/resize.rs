@@ -47,7 +47,7 @@ impl<S: Storage> Disk<S> {
         } else {
             None
         };
-        let _change = Resize(self).begin().await?;
+        let change = Resize(self).begin().await?;
         // The disk may have become read-only since the first check.
         self.check_writable()?;
         // No change of a last partial block may be in flight, because the block becomes an ordinary
@@ -64,7 +64,8 @@ impl<S: Storage> Disk<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         // The preparation is valid if only this resize has quiesced the disk since then.
-        let quiesced = self.quiesce.count().wrapping_sub(1);
+        let own = u64::from(matches!(change, Either::Left(_)));
+        let quiesced = self.quiesce.count().wrapping_sub(own);
         if prepared != Some(Prepared { old, quiesced }) {
             rare(Resize(self).prepare(old, ByteRange::between(old, size), &claim)).await?;
         }
@@ -120,7 +121,8 @@ impl<'a, S: Storage> Resize<'a, S> {
         while !rest.is_empty() {
             let _change = self.0.quiesce.begin_write().await;
             self.0.check_writable()?;
-            let claim = self.0.image().layer().claims().claim_end(old).await;
+            let claim = self.0.image().layer().claims().claim_end(old);
+            let claim = self.0.patiently(claim).await?;
             if self.0.size() != old {
                 return Ok(None);
             }
