@@ -232,9 +232,10 @@ pub enum Existing {
 pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     let is_there = std::fs::metadata(path).is_ok();
     if is_there && if_there != IfThere::Replace {
+        let path = path.display();
+        let instead = if if_there == IfThere::Resume { ", without --resume" } else { "" };
         bail!(
-            "{}: exists and is left alone; choose another name, or replace it with --force",
-            path.display()
+            "{path}: exists and is left alone; choose another name, or replace it with --force{instead}"
         );
     }
     check_new_name(path)?;

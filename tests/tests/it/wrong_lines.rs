@@ -57,6 +57,7 @@ const FAILURES: &[Line] = &[
     ("create -b none.img -F raw x.qcow2", ["none.img", "No such file", "check the path"]),
     ("convert none.qcow2 x.img", ["none.qcow2", "No such file", "check the path"]),
     ("convert a.qcow2 raw.img", ["raw.img", "exists and is left alone", "--force"]),
+    ("convert --force --resume a.qcow2 raw.img", ["raw.img", "with --force", "without --resume"]),
     ("convert a.qcow2 none/x.img", ["none/x.img", "there is no folder 'none'", "check the path"]),
     (
         "convert http://example.org/disk.img x.img",
