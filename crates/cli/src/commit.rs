@@ -73,12 +73,14 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let is_base = |behind: &Path| {
-        let base = arguments.base.as_deref().or(backing.as_deref());
+        let base = arguments.base.as_deref().or(backing.as_ref().map(|(path, _)| &**path));
         base.is_none_or(|base| is_named(&image, base, behind))
     };
     let CommitChain { overlay, base, between } =
         event_loop.block_on(CommitChain::open(&image, options, &is_base))?;
-    if arguments.base.is_none() && !between.is_empty() {
+    let is_other_format = |format: ImageFormat| format.as_str() != base.image().image_format_name();
+    let said = backing.and_then(|(_, format)| format).filter(|_| arguments.base.is_none());
+    if arguments.base.is_none() && !between.is_empty() || said.is_some_and(is_other_format) {
         bail!("{}: its options name another backing file than it has", image.display());
     }
     let overlay = Arc::new(overlay);

@@ -151,7 +151,7 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read).
     pub fn resolve_to_map(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.find(image, format)?;
-        if let Some(backing) = &named.backing {
+        if let Some((backing, _)) = &named.backing {
             bail!(
                 "{}: the backing file is the one that the image names; leave backing.* out ('{}')",
                 image.display(),

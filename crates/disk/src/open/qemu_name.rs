@@ -60,8 +60,8 @@ pub struct QemuName {
     pub is_compressed: bool,
     /// The treatment of discards and zeros, for a program that serves the image.
     pub space: SpaceOptions,
-    /// The backing file that the options give the image.
-    pub backing: Option<PathBuf>,
+    /// The backing file that the options give the image, and its format, if they name that.
+    pub backing: Option<(PathBuf, Option<ImageFormat>)>,
     /// The context of block status requested from a server (`x-dirty-bitmap`).
     pub context: Option<String>,
     /// The TLS options for the server, which `path` does not contain.
@@ -323,7 +323,7 @@ impl Options {
     }
 
     /// The backing file that `backing.file.filename` and the like name.
-    fn backing(&mut self) -> Result<Option<PathBuf>, String> {
+    fn backing(&mut self) -> Result<Option<(PathBuf, Option<ImageFormat>)>, String> {
         const PREFIX: &str = "backing.";
         let is_of_it = |key: &str| key.starts_with(PREFIX);
         let keys: Vec<_> = self.0.keys().filter(|key| is_of_it(key)).cloned().collect();
@@ -336,7 +336,19 @@ impl Options {
         } else {
             match Self(options).named()? {
                 QemuName { tls: Some(_), .. } => Err("a backing file has no tls-creds".into()),
-                named => Ok(Some(named.path)),
+                QemuName { part: Some(_), .. } | QemuName { context: Some(_), .. } => {
+                    Err("a backing file has no offset, size or x-dirty-bitmap".into())
+                }
+                QemuName { path, format, backing: None, backing_use, .. }
+                    if backing_use == BackingUse::Followed || format == Some(ImageFormat::Raw) =>
+                {
+                    Ok(Some((path, format)))
+                }
+                _ => {
+                    Err("a backing file has the backing file that it names: leave backing.backing \
+                          out"
+                    .into())
+                }
             }
         }
     }
@@ -498,7 +510,12 @@ pub fn plain_backing<'a>(
         let what = format!("cannot open its backing file: {what}");
         Error::new(ErrorKind::Unsupported, what).on(image)
     };
-    let QemuName { path, format, part, tls, .. } = named.map_err(refuse)?;
+    let QemuName { path, format, part, tls, backing_use, backing: below, context, .. } =
+        named.map_err(refuse)?;
+    if backing_use == BackingUse::LeftOut || below.is_some() || context.is_some() {
+        let what = "its name has backing= or x-dirty-bitmap=, which are of a command line";
+        return Err(refuse(format!("{what}; write its path or URI")));
+    }
     if tls.is_some() {
         return Err(refuse("tls-creds is of a command line; write a URI: nbds://HOST/NAME".into()));
     }
@@ -650,6 +667,27 @@ mod tests {
             keeps_clusters: true,
         };
         assert_eq!((kept.space, kept.is_compressed), (expected, false));
+    }
+
+    #[test]
+    fn a_backing_file_in_a_header_has_the_bytes_that_its_name_says_or_is_refused() {
+        let file = r#""driver":"qcow2","file":{"driver":"file","filename":"b"}"#;
+        let plain = |more: &str| {
+            let name = format!("json:{{{file}{more}}}").into();
+            plain_backing(&Backing { name, format: Some("qcow2".into()) }, "i").map(drop)
+        };
+        plain("").expect("a file");
+        plain(r#","cache":{"direct":true}"#).expect("a file");
+        for more in [r#","backing":null"#, r#","backing":{"driver":"file","filename":"c"}"#] {
+            plain(more).expect_err(more);
+        }
+        let of = |more: &str| QemuName::of(&format!("json:{{{file}{more}}}")).expect("JSON");
+        let below = |named: QemuName| named.backing;
+        let found = of(r#","backing":{"driver":"raw","file":{"driver":"file","filename":"c"}}"#);
+        assert_eq!(found.map(below), Ok(Some(("c".into(), Some(ImageFormat::Raw)))));
+        let part =
+            r#","backing":{"driver":"raw","offset":512,"file":{"driver":"file","filename":"c"}}"#;
+        assert!(of(part).is_err());
     }
 
     #[test]
