@@ -63,7 +63,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let Named { path: image, format, backing, .. } =
         arguments.image_opts.resolve_to_commit(&arguments.image, arguments.format)?;
     let options = arguments.target_cache.apply(arguments.open.read_write(&image, format)?);
-    if format.is_none() && options.format.is_some() {
+    // The image names the base, unless the user does.
+    if format.is_none() && options.format.is_some() && arguments.base.is_none() {
         bail!(
             "{}: its format was found in the file, which its guest may have written, and commit writes to the file that it \
              names; name its format (-f), if you know who made it",

@@ -250,9 +250,9 @@ impl AllowedPaths {
             Refusal::NotItsOwn => refused(
                 image,
                 format!(
-                    "names '{named}' as its {role}, and nothing but its name says that this file is to be written to"
+                    "names '{named}' as its {role}, and nothing but its name says that this file is to be written to (it may be read)"
                 ),
-                "--allow-path FILE; reading it needs no option",
+                "--allow-path FILE",
             ),
             Refusal::NotAllowed => not_allowed(
                 image,
@@ -533,7 +533,10 @@ fn not_allowed(image: &str, what: String) -> FindError {
 }
 
 fn refused(image: &str, what: String, option: &str) -> FindError {
-    let hint = format!("if you trust the maker of the image, allow it: {option}");
+    let hint = format!(
+        "if you trust the maker of the image, allow it: {option} (callers of QEMU's tools: BLOCKHOUSE_ALLOW_PATH in the \
+         environment)"
+    );
     FindError::Refused(Error::new(ErrorKind::InvalidInput, what).on(image).hint(hint))
 }
 
