@@ -72,6 +72,7 @@ mod serve;
 mod side_file_args;
 mod snapshot;
 mod snapshot_list;
+mod snapshot_name;
 mod storage_daemon;
 mod tls_object;
 mod top;

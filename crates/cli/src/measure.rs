@@ -11,14 +11,13 @@ use anyhow::Result;
 use blockhouse_config::size;
 use blockhouse_core::ByteRange;
 use blockhouse_disk::{
-    Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind, open,
+    Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewLuks;
 use blockhouse_format::qcow2::{CreateOptions, NewEncryption, Preallocation, Version};
 use serde_json::json;
 
-use crate::convert::parse_snapshot;
 use crate::create::{chosen_encryption, wrong_usage};
 use crate::create_options::{self, ChosenEncryption, Settings};
 use crate::create_setting::Setting;
@@ -27,6 +26,7 @@ use crate::image_opts::{ImageOptsArgs, Named};
 use crate::json_text;
 use crate::open_args::OpenArgs;
 use crate::output;
+use crate::snapshot_name::{SnapshotName, open_snapshot, parse_snapshot};
 
 /// Bytes of an entry of the bitmap directory without the name, and the alignment of entries
 /// (qcow2.txt, section *Bitmap directory*).
@@ -52,7 +52,7 @@ pub struct Arguments {
     format: Option<ImageFormat>,
     /// Measure the disk of this snapshot (its name or id).
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
-    snapshot: Option<String>,
+    snapshot: Option<SnapshotName>,
     #[command(flatten)]
     output: OutputArgs,
     /// Do not lock the image: read it even while another program writes to it.
@@ -171,7 +171,7 @@ fn with_image<T>(
     let options =
         ImageOptions { locking, backing_use, ..arguments.open.read_image(&path, format, part)? };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        look(&open(&path, options.at_snapshot(arguments.snapshot.as_deref())).await?).await
+        look(&open_snapshot(&path, options, arguments.snapshot.as_ref()).await?).await
     })
 }
 

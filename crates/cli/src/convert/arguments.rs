@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_config::size;
-use blockhouse_disk::{
-    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links, open,
-};
+use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links};
 
 use crate::called_as;
 use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
@@ -19,6 +17,7 @@ use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs, name_format_option};
 use crate::progress::ProgressArgs;
 use crate::rate::RateArgs;
+use crate::snapshot_name::{SnapshotName, open_snapshot, parse_snapshot};
 
 /// Arguments of `convert`.
 #[derive(clap::Args)]
@@ -28,7 +27,7 @@ pub struct Arguments {
     pub(super) formats: CopyFormats,
     /// Copy the disk of this snapshot (its name or id), without the VM state.
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
-    pub(super) snapshot: Option<String>,
+    pub(super) snapshot: Option<SnapshotName>,
     /// Also copy the source's bitmaps (qcow2 only). A bitmap that lacks changes is an error.
     #[arg(long, conflicts_with_all = ["snapshot", "resume", "no_create"])]
     pub(super) bitmaps: bool,
@@ -81,7 +80,7 @@ pub struct Arguments {
     pub(super) sparse: Option<u64>,
     /// Continue if a part of the source cannot be read: the part becomes zeros, and a warning says
     /// where.
-    #[arg(long, conflicts_with = "bitmaps")]
+    #[arg(long)]
     pub(super) salvage: bool,
     #[command(flatten)]
     habits: Habits,
@@ -151,20 +150,6 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
         CacheMode::Directsync => CacheMode::None,
         CacheMode::Writethrough => CacheMode::Writeback,
     })
-}
-
-/// A snapshot as qemu-img takes it: a name or id, or `snapshot.name=NAME`, `snapshot.id=ID`.
-///
-/// # Errors
-/// The text has both the name and the id.
-pub fn parse_snapshot(text: &str) -> Result<String, String> {
-    let named = ["snapshot.name=", "snapshot.id="];
-    let name = named.iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(text);
-    if name.contains(",snapshot.") {
-        Err("say its name or its id, not both".into())
-    } else {
-        Ok(name.to_owned())
-    }
 }
 
 impl Arguments {
@@ -310,14 +295,14 @@ pub(super) async fn open_sources(arguments: &Arguments) -> Result<Vec<Arc<ImageD
 }
 
 async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> {
-    let Arguments { formats, snapshot, .. } = arguments;
+    let Arguments { formats, .. } = arguments;
     let Named { path, format, part, is_shared, backing_use, .. } =
         arguments.image_opts.resolve_to_read(source, formats.source_format)?;
     let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };
     let options =
         ImageOptions { locking, backing_use, ..arguments.open.read_image(&path, format, part)? };
     let options = arguments.source_cache.apply(options);
-    let opened = open(&path, options.at_snapshot(snapshot.as_deref())).await;
+    let opened = open_snapshot(&path, options, arguments.snapshot.as_ref()).await;
     // In `convert`, --format is the format of the target.
     opened.map_err(|error| name_format_option(error, "--source-format"))
 }

@@ -18,7 +18,7 @@ use anyhow::{Result, bail};
 use blockhouse_disk::{Bitmap, BitmapAction, ImageDisk, ImageFormat, NewBitmap};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
-pub use arguments::{Arguments, parse_snapshot};
+pub use arguments::Arguments;
 use arguments::{open_sources, settings};
 
 use crate::called_as;

@@ -84,7 +84,7 @@ pub struct NbdHabits {
     pub(super) image_opts: ImageOptsArgs,
     /// Serve this snapshot.
     #[arg(short = 'l', long = "load-snapshot", hide = true, value_name = "NAME")]
-    #[arg(conflicts_with = "snapshot", value_parser = crate::convert::parse_snapshot)]
+    #[arg(conflicts_with = "snapshot", value_parser = crate::snapshot_name::parse_one)]
     pub(super) load_snapshot: Option<String>,
 }
 
