@@ -285,8 +285,12 @@ async fn add_format(
     open_format(context, given, Asked { is_without_backing: true, ..asked }, name).await?;
     let disk = context.disk(name)?;
     let put = stand_on(context, (&disk, name), (&lower, &backing)).await;
-    if put.is_err() && context.running.disks().find(&disk).is_some() {
-        close(context, &disk, 0).await?;
+    if put.is_err() {
+        if context.running.disks().find(&disk).is_some() {
+            close(context, &disk, 0).await?;
+        } else {
+            release_file(context, name).await;
+        }
     }
     put
 }
@@ -296,8 +300,9 @@ fn is_null(path: &std::path::Path) -> bool {
 }
 
 /// Makes another node the backing file of a disk that was opened without one. To do so, the disk is
-/// opened again. But if the disk's image names no backing file, or the other node is in use, only
-/// QMP's state records the relation.
+/// opened again; if that fails, it is closed, and the other node is a disk of its own again. But if
+/// the disk's image names no backing file, or the other node is in use, only QMP's state records
+/// the relation.
 async fn stand_on(
     context: &Context,
     (disk, name): (&str, &str),
@@ -349,8 +354,12 @@ async fn stand_on(
     params["without-backing"] = false.into();
     let opened = open_disk(context, name, params).await;
     if let Err(error) = opened {
-        if let Some(former) = former {
-            reopen(context, backing, former).await;
+        match former {
+            Some(former) if reopen(context, backing, former.clone()).await => {
+                let lower = context.disk(backing)?;
+                context.state.borrow_mut().chains.insert(lower, nodes);
+            }
+            _ => release_file(context, backing).await,
         }
         return Err(error);
     }
@@ -457,6 +466,19 @@ pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<V
     Ok(state.opened.remove(disk))
 }
 
+/// Frees the file node below a node that is closed: one that a client added becomes a raw disk
+/// again.
+async fn release_file(context: &Context, node: &str) {
+    let below = {
+        let mut state = context.state.borrow_mut();
+        state.files.remove(node);
+        state.take_back_file(node)
+    };
+    if let Some((below, file)) = below {
+        reopen_file(context, &below, &file).await;
+    }
+}
+
 /// Opens the raw disk of a file node again; removes the node if that fails.
 async fn reopen_file(context: &Context, name: &str, node: &FileNode) {
     if !reopen(context, name, node.params.clone()).await {
@@ -518,14 +540,7 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
     let lower = lower.and_then(|depth| Some((depth, path_of(depth)?)));
     let params = close_disk(context, disk).await?;
     for node in &nodes[..=depth] {
-        let below = {
-            let mut state = context.state.borrow_mut();
-            state.files.remove(&node.name);
-            state.take_back_file(&node.name)
-        };
-        if let Some((below, file)) = below {
-            reopen_file(context, &below, &file).await;
-        }
+        release_file(context, &node.name).await;
     }
     if let (Some((depth, (path, format))), Some(params)) = (lower, params) {
         // A node without parameters is a layer that a fork has left. It may be the backing file of

@@ -592,6 +592,34 @@ fn a_node_stands_on_another_one() {
 }
 
 #[test]
+fn a_node_that_cannot_stand_on_another_one_leaves_nothing() {
+    let mut rig = require!(Rig::start(&[]));
+    for name in ["low", "base"] {
+        rig.new_image(name);
+    }
+    std::fs::create_dir(rig.path("sub")).expect("a folder");
+    rig.new_overlay("base", "low");
+    rig.new_overlay("sub/over", "../base");
+    rig.add("low");
+    let over = |name: &str, backing: &str, file: Value| json!({ "driver": "qcow2", "node-name": name, "backing": backing, "file": file });
+    let file = |name: &str, path: &str| json!({ "driver": "file", "node-name": name, "filename": rig.scratch.path(path) });
+    let (base, top) = (file("basef", "base"), file("overf", "sub/over"));
+    rig.qmp.get("blockdev-add", over("base", "low", base));
+    let nodes = rig.nodes();
+    // An image names files below its own folder only.
+    for _ in 0..2 {
+        let why = rig.qmp.refused("blockdev-add", over("over", "base", top.clone()));
+        assert!(why.contains("not below the image's own folder"), "{why}");
+        assert_eq!(rig.nodes(), nodes);
+    }
+    rig.qmp.get("blockdev-add", top);
+    rig.qmp.refused("blockdev-add", over("over", "base", json!("overf")));
+    rig.qmp.get("blockdev-del", json!({ "node-name": "overf" }));
+    rig.qmp.get("blockdev-del", json!({ "node-name": "base" }));
+    rig.qmp.get("blockdev-del", json!({ "node-name": "low" }));
+}
+
+#[test]
 fn images_are_made_and_nodes_reopened_as_tools_do_it() {
     let mut rig = require!(Rig::start(&["a"]));
     // As libvirt prepares an overlay.
