@@ -87,9 +87,10 @@ impl DiskRefcounts {
             })
         });
         let all = present.flat_map(move |(first, slice)| {
-            (0..in_slice).map(move |index| (first + index, self.value(slice, index as usize)))
+            refcount::used_from(slice, geometry.refcount_order, 0)
+                .map(move |index| (first + index as u64, self.value(slice, index)))
         });
-        all.filter(|&(cluster, count)| count > 0 && cluster < self.clusters)
+        all.filter(|&(cluster, _)| cluster < self.clusters)
     }
 
     fn value(&self, slice: &[u8], index: usize) -> u32 {

@@ -156,9 +156,7 @@ impl<S: Storage> Search<'_, S> {
         let Ok(Some(block)) = entry::refcount_block(word, geometry) else { return Ok(false) };
         let length = geometry.cluster_size() - at.slice_offset;
         let bytes = table_io::read(self.storage, block + at.slice_offset, length as usize).await?;
-        let count = (length * 8) >> geometry.refcount_order;
-        let order = geometry.refcount_order;
-        Ok((at.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
+        Ok(refcount::used_from(&bytes, geometry.refcount_order, at.index).next().is_some())
     }
 
     /// A lost table, or a lost data cluster to which the active tables or the tables of a snapshot

@@ -18,6 +18,16 @@ pub(crate) fn get(bytes: &[u8], order: u32, index: usize) -> u64 {
     }
 }
 
+/// The indexes from `first` on whose refcount is not 0, in order. `bytes` are whole words of eight
+/// bytes; those that are 0 are skipped at once.
+pub(crate) fn used_from(bytes: &[u8], order: u32, first: usize) -> impl Iterator<Item = usize> {
+    let in_word = 64 >> order;
+    let words = bytes.as_chunks::<8>().0.iter().enumerate().skip(first / in_word);
+    let used = words.filter(|(_, word)| **word != [0; 8]);
+    let indexes = used.flat_map(move |(at, _)| at * in_word..(at + 1) * in_word);
+    indexes.filter(move |&index| index >= first && get(bytes, order, index) != 0)
+}
+
 /// Changes the `index`-th refcount. `value` must fit into `1 << order` bits.
 pub(crate) fn set(bytes: &mut [u8], order: u32, index: usize, value: u64) {
     match order {
@@ -52,6 +62,22 @@ mod tests {
             assert_eq!((2..5).map(|i| get(&bytes, order, i)).collect::<Vec<_>>(), [most, 0, most]);
             set(&mut bytes, order, 3, most);
             assert_eq!(bytes, [0xff; 64], "order {order}");
+        }
+    }
+
+    #[test]
+    fn used_ones_are_found_in_each_width() {
+        for order in 0..=6 {
+            let count = (64 * 8) >> order;
+            for used in [vec![], vec![0], vec![count - 1], vec![1, 2, count / 2, count - 1]] {
+                let mut bytes = [0; 64];
+                used.iter().for_each(|&index| set(&mut bytes, order, index, 1));
+                for first in 0..=count {
+                    let expected: Vec<_> = used.iter().copied().filter(|&at| at >= first).collect();
+                    let found: Vec<_> = used_from(&bytes, order, first).collect();
+                    assert_eq!(found, expected, "order {order}, from {first}");
+                }
+            }
         }
     }
 

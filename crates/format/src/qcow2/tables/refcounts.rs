@@ -101,13 +101,13 @@ impl Refcounts<'_> {
         let order = self.tables.geometry.refcount_order;
         let last = self.tables.geometry.slice_refcounts() as usize;
         let slice = self.cached(id)?;
-        let is_free = |index: usize| refcount::get(&slice.bytes, order, index) == 0;
-        let wanted = is_free(first);
-        let count = (first..last).take_while(|&index| is_free(index) == wanted).count() as u64;
-        Ok(if wanted {
-            Scan::Free(cluster..cluster + count.min(limit))
+        let mut used = refcount::used_from(&slice.bytes, order, first).peekable();
+        let next = used.peek().copied().unwrap_or(last);
+        Ok(if next > first {
+            Scan::Free(cluster..cluster + limit.min((next - first) as u64))
         } else {
-            Scan::Allocated(count)
+            let in_use = used.zip(first..).take_while(|(used, index)| used == index);
+            Scan::Allocated(in_use.count() as u64)
         })
     }
 
@@ -132,11 +132,8 @@ impl Refcounts<'_> {
         let geometry = self.tables.geometry;
         let Some((id, _)) = self.slice(start)? else { return Ok(None) };
         let slice = self.cached(id)?;
-        let has_other = (0..geometry.slice_refcounts()).any(|at| {
-            let count = refcount::get(&slice.bytes, geometry.refcount_order, at as usize);
-            count != 0 && start + at != except
-        });
-        Ok(Some(has_other))
+        let mut used = refcount::used_from(&slice.bytes, geometry.refcount_order, 0);
+        Ok(Some(used.any(|at| start + at as u64 != except)))
     }
 
     /// Creates a refcount block, which nothing on disk refers to yet.
