@@ -2,7 +2,8 @@
 //!
 //! Guarantee: [`hand_over`] returns an error only if this process still owns images and
 //! connections, and continues with both. The destination process has then ended, or can no longer
-//! report that it took over, so it can change nothing later. If [`hand_over`] returns without an error, this process owns nothing.
+//! report that it took over, so it can change nothing later. If [`hand_over`] returns without an
+//! error, this process owns nothing.
 
 use std::ffi::OsString;
 use std::fmt;

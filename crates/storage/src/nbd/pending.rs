@@ -270,9 +270,9 @@ impl Pending {
         self.queue = again.into();
     }
 
-    /// Ends all requests with an error. Returns the tasks to wake. No payload comes back after this:
-    /// the writer has ended, or its loop has, which frees the payloads when the kernel has released
-    /// them.
+    /// Ends all requests with an error. Returns the tasks to wake. No payload comes back after
+    /// this: the writer has ended, or its loop has, which frees the payloads when the kernel has
+    /// released them.
     pub(super) fn fail_all(&mut self, error: &Error, detached: &DetachedSyncs) -> Vec<Waker> {
         self.queue.clear();
         let is_open = |slot: &Slot| slot.outcome.is_none() || matches!(slot.body, Body::BeingSent);

@@ -3,10 +3,10 @@
 //!
 //! Guarantees: the files are read when the storage is opened, and again for each later connection,
 //! so a renewed certificate is used. If the files cannot be read for a later connection, or one of
-//! them is missing by then, the content read before stays in use. Unless the URI turns verification off, a server that does not
-//! prove its identity is refused before the name of the export is sent. The error is one line that
-//! states the fault. With a pre-shared key, the server must have that key: no certificate replaces
-//! it.
+//! them is missing by then, the content read before stays in use. Unless the URI turns verification
+//! off, a server that does not prove its identity is refused before the name of the export is sent.
+//! The error is one line that states the fault. With a pre-shared key, the server must have that
+//! key: no certificate replaces it.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
