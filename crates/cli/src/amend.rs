@@ -114,9 +114,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         crate::create::wrong_usage("which image to change is missing");
     };
     let progress = Progress::start(arguments.progress)?;
-    let Named { path, format, .. } =
-        arguments.image_opts.resolve_to_change(image, arguments.format)?;
-    let options = arguments.target_cache.apply(arguments.open.read_write(&path, format)?);
+    let named = arguments.image_opts.resolve_to_change(image, arguments.format)?;
+    let options = arguments.target_cache.apply(arguments.open.change_named(&named)?);
+    let path = named.path;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     // The progress is 0 of 1 until the end, because the change is a single write.
     let work = || {

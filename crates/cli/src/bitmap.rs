@@ -351,7 +351,9 @@ impl Image {
             Access::ReadOnly => of_metadata(open.read_image(&named.path, named.format, None)?),
             Access::ReadWrite => open.read_write(&named.path, named.format)?,
         };
-        Ok(ImageOptions { locking, side_file: self.access.side_file.side_file(), ..options })
+        let data_file = named.data_file.clone();
+        let side_file = self.access.side_file.side_file();
+        Ok(ImageOptions { locking, data_file, side_file, ..options })
     }
 }
 

@@ -164,9 +164,10 @@ async fn repair_image(
     what: RepairScope,
     progress: &ToolProgress,
 ) -> Result<Outcome> {
-    let Named { path, format: said, .. } = arguments.image.to_change()?;
+    let named = arguments.image.to_change()?;
+    let options = arguments.image.open.change_named(&named)?;
+    let Named { path, format: said, .. } = named;
     let image = &*path;
-    let options = arguments.image.open.read_write(image, said)?;
     check_chain(image, &options).await?;
     let format = options.format.unwrap_or_else(|| format_by_name(image));
     match format {

@@ -60,9 +60,9 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Named { path: image, format, backing, .. } =
-        arguments.image_opts.resolve_to_commit(&arguments.image, arguments.format)?;
-    let options = arguments.target_cache.apply(arguments.open.read_write(&image, format)?);
+    let named = arguments.image_opts.resolve_to_commit(&arguments.image, arguments.format)?;
+    let options = arguments.target_cache.apply(arguments.open.change_named(&named)?);
+    let Named { path: image, format, backing, .. } = named;
     // The image names the base, unless the user does.
     if format.is_none() && options.format.is_some() && arguments.base.is_none() {
         bail!(

@@ -71,12 +71,8 @@ pub struct Arguments {
 
 impl Arguments {
     async fn open(&self, image: &Path, format: Option<ImageFormat>) -> Result<ImageDisk> {
-        let Named { path, format, part, is_shared, backing_use, .. } =
-            self.image_opts.resolve_to_read(image, format)?;
-        let is_shared = is_shared || self.force_share;
-        let locking = if is_shared { Locking::None } else { Locking::Held };
-        let options =
-            ImageOptions { locking, backing_use, ..self.open.read_image(&path, format, part)? };
+        let named = self.image_opts.resolve_to_read(image, format)?;
+        let (path, options) = self.open.read_named(named, self.force_share)?;
         Ok(open(&path, self.source_cache.apply(options)).await?)
     }
 }

@@ -127,12 +127,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     };
     let path = &behind_links(path);
     let progress = Progress::start(arguments.progress)?;
-    let Named { path: source, format, part, is_shared, backing_use, .. } =
-        arguments.image_opts.resolve_to_read(source, arguments.formats.source_format)?;
-    let is_shared = is_shared || arguments.force_share;
-    let locking = if is_shared { Locking::None } else { Locking::Held };
-    let options =
-        ImageOptions { locking, backing_use, ..arguments.open.read_image(&source, format, part)? };
+    let named = arguments.image_opts.resolve_to_read(source, arguments.formats.source_format)?;
+    let (source, options) = arguments.open.read_named(named, arguments.force_share)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open(&source, options));
     let source = source.map_err(|error| name_format_option(error, "--source-format"))?;

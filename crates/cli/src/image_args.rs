@@ -81,13 +81,11 @@ impl ImageArgs {
     /// # Errors
     /// As [`OpenArgs::read_image`] and [`ImageOptsArgs::resolve`].
     pub fn read_only(&self) -> Result<(PathBuf, ImageOptions)> {
-        let Named { path, format, part, is_shared, is_direct, backing_use, .. } =
-            self.image_opts.resolve_to_read(&self.image, self.format)?;
-        let is_shared = is_shared || self.force_share;
-        let locking = if is_shared { Locking::None } else { Locking::Held };
-        let options = self.open.read_image(&path, format, part)?;
+        let named = self.image_opts.resolve_to_read(&self.image, self.format)?;
+        let is_direct = named.is_direct;
+        let (path, options) = self.open.read_named(named, self.force_share)?;
         let cache = if is_direct { CacheMode::None } else { options.cache };
-        Ok((path, ImageOptions { locking, backing_use, cache, ..options }))
+        Ok((path, ImageOptions { cache, ..options }))
     }
 
     /// The export and the metadata context to map, if the options name a context.

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 pub use blockhouse_disk::escape_uri as escape;
-use blockhouse_disk::{BackingUse, ImageFormat, QemuName, SpaceOptions};
+use blockhouse_disk::{BackingUse, ImageFormat, QemuName};
 
 use crate::tls_object::with_tls;
 
@@ -86,6 +86,7 @@ impl ImageOptsArgs {
     /// As [`resolve_to_change`](Self::resolve_to_change).
     pub fn resolve_target(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_whole(image, format)?;
+        refuse_data_file(&named, image)?;
         let is_compressed = named.is_compressed;
         let named = Named { is_compressed: false, ..named };
         Ok(Named { is_compressed, ..Self::check_change(named, image)? })
@@ -182,26 +183,7 @@ impl ImageOptsArgs {
                 from_words(text.ok_or_else(|| anyhow!("options of an image are UTF-8"))?)
             }
             None => {
-                let path = image.to_owned();
-                let (part, is_shared, is_read_only, is_direct) = (None, false, false, false);
-                let backing_use = BackingUse::Followed;
-                let (is_compressed, space) = (false, SpaceOptions::default());
-                let (driver, backing, context, tls) = (None, None, None, None);
-                return Ok(Named {
-                    path,
-                    format,
-                    driver,
-                    part,
-                    is_shared,
-                    is_read_only,
-                    is_direct,
-                    backing_use,
-                    is_compressed,
-                    space,
-                    backing,
-                    context,
-                    tls,
-                });
+                return Ok(Named { path: image.to_owned(), format, ..Named::default() });
             }
         };
         let mut named = named.map_err(|why| anyhow!("{}: {why}", image.display()))?;
@@ -217,6 +199,21 @@ impl ImageOptsArgs {
             ),
             (said, found) => Ok(Named { format: found.or(said), ..named }),
         }
+    }
+}
+
+/// Refuses options that give the image a data file, for a command that opens the image by its path.
+///
+/// # Errors
+/// They do.
+pub fn refuse_data_file(named: &Named, image: &Path) -> Result<()> {
+    match named.data_file {
+        Some(_) => bail!(
+            "{}: the data file is the one that the image names here; leave data-file.* out, or change that name \
+             (amend -o data_file=PATH)",
+            image.display()
+        ),
+        None => Ok(()),
     }
 }
 

@@ -164,12 +164,8 @@ fn with_image<T>(
     look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,
 ) -> Result<T> {
     let Some(image) = &arguments.image else { wrong_usage("which image to copy is missing") };
-    let Named { path, format, part, is_shared, backing_use, .. } =
-        arguments.image_opts.resolve_to_read(image, arguments.format)?;
-    let is_shared = is_shared || arguments.force_share;
-    let locking = if is_shared { Locking::None } else { Locking::Held };
-    let options =
-        ImageOptions { locking, backing_use, ..arguments.open.read_image(&path, format, part)? };
+    let named = arguments.image_opts.resolve_to_read(image, arguments.format)?;
+    let (path, options) = arguments.open.read_named(named, arguments.force_share)?;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         look(&open_snapshot(&path, options, arguments.snapshot.as_ref()).await?).await
     })

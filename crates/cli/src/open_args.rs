@@ -14,6 +14,7 @@ use blockhouse_format::qcow2::NewEncryption;
 use blockhouse_storage::Location;
 
 use crate::create_options::ChosenEncryption;
+use crate::image_opts::Named;
 use crate::secret_object::{self, Object, SecretObject};
 use crate::{called_as, output};
 
@@ -264,6 +265,27 @@ impl OpenArgs {
         let is_tool = called_as::tool().is_some();
         let how = if is_tool { Probing::ToRead } else { Probing::Nameless };
         self.probed(path, format, part, how)
+    }
+
+    /// As [`read_image`](Self::read_image), for an image that options may name: locked against
+    /// writers, unless the options or the caller share it.
+    ///
+    /// # Errors
+    /// As [`read_image`](Self::read_image).
+    pub fn read_named(&self, named: Named, force_share: bool) -> Result<(PathBuf, ImageOptions)> {
+        let Named { path, format, part, is_shared, backing_use, data_file, .. } = named;
+        let locking = if is_shared || force_share { Locking::None } else { Locking::Held };
+        let options = self.read_image(&path, format, part)?;
+        Ok((path, ImageOptions { locking, backing_use, data_file, ..options }))
+    }
+
+    /// As [`read_write`](Self::read_write), for an image that options may name.
+    ///
+    /// # Errors
+    /// As [`read_write`](Self::read_write).
+    pub fn change_named(&self, named: &Named) -> Result<ImageOptions> {
+        let options = self.read_write(&named.path, named.format)?;
+        Ok(ImageOptions { data_file: named.data_file.clone(), ..options })
     }
 
     fn probed(

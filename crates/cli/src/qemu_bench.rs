@@ -125,15 +125,11 @@ impl Arguments {
     async fn open(&self) -> Result<ImageDisk> {
         if self.write {
             let named = self.image_opts.resolve_to_change(&self.image, self.format)?;
-            let options = self.cache.apply(self.open.read_write(&named.path, named.format)?);
+            let options = self.cache.apply(self.open.change_named(&named)?);
             return Ok(open(&named.path, options).await?);
         }
-        let Named { path, format, part, is_shared, backing_use, .. } =
-            self.image_opts.resolve_to_read(&self.image, self.format)?;
-        let is_shared = is_shared || self.force_share;
-        let locking = if is_shared { Locking::None } else { Locking::Held };
-        let options =
-            ImageOptions { locking, backing_use, ..self.open.read_image(&path, format, part)? };
+        let named = self.image_opts.resolve_to_read(&self.image, self.format)?;
+        let (path, options) = self.open.read_named(named, self.force_share)?;
         Ok(open(&path, self.cache.apply(options)).await?)
     }
 }

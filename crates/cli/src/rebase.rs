@@ -16,7 +16,7 @@ use crate::called_as;
 use crate::create::wrong_usage;
 use crate::format_names;
 use crate::image_args::{resolve_relative, tell_if_not_free};
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::{ImageOptsArgs, Named, refuse_data_file};
 use crate::open_args::{OpenArgs, SourceCacheArgs, TargetCacheArgs};
 use crate::progress::{Progress, ProgressArgs};
 
@@ -69,8 +69,9 @@ fn parse_backing_format(name: &str) -> Result<String, String> {
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
     let new = arguments.new_backing()?;
-    let Named { path, format, .. } =
-        arguments.image_opts.resolve_to_change(&arguments.image, arguments.format)?;
+    let named = arguments.image_opts.resolve_to_change(&arguments.image, arguments.format)?;
+    refuse_data_file(&named, &arguments.image)?;
+    let Named { path, format, .. } = named;
     let arguments = Arguments { image: path, format, ..arguments };
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;

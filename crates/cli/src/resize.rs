@@ -71,9 +71,9 @@ fn parse_space(text: &str) -> Result<Space, String> {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let Arguments { format, image_opts, .. } = arguments;
-    let Named { path: image, format, .. } =
-        image_opts.resolve_to_change(&arguments.image, *format)?;
-    let options = arguments.open.read_write(&image, format)?;
+    let named = image_opts.resolve_to_change(&arguments.image, *format)?;
+    let options = arguments.open.change_named(&named)?;
+    let image = named.path;
     let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let opened = event_loop.block_on(open(&image, options));

@@ -287,7 +287,7 @@ impl ServedDisk {
 async fn fork(image: &Image, overlay: &Path) -> Result<()> {
     let Image { access: reach, image } = image;
     let named = reach.image_opts.resolve_to_change(image, reach.format)?;
-    let options = reach.open.read_write(&named.path, named.format)?;
+    let options = reach.open.change_named(&named)?;
     fork_image(&named.path, options, overlay).await.map_err(with_hint)?;
     Ok(())
 }
@@ -324,13 +324,13 @@ async fn open(image: &Image, access: Access) -> Result<ImageDisk> {
     let (path, options) = match access {
         Access::ReadOnly => {
             let named = reach.image_opts.resolve(image, reach.format)?;
-            let options = reach.open.read_image(&named.path, named.format, named.part)?;
             let locking = look_locking(&named.path, reach.force_share || named.is_shared);
-            (named.path, ImageOptions { locking, ..of_metadata(options) })
+            let (path, options) = reach.open.read_named(named, reach.force_share)?;
+            (path, ImageOptions { locking, ..of_metadata(options) })
         }
         Access::ReadWrite => {
             let named = reach.image_opts.resolve_to_change(image, reach.format)?;
-            let options = reach.open.read_write(&named.path, named.format)?;
+            let options = reach.open.change_named(&named)?;
             (named.path, options)
         }
     };

@@ -100,6 +100,9 @@ pub struct DiskConfig {
     /// Whether the image is opened without its backing file: unallocated clusters read as zeros.
     #[serde(default)]
     pub without_backing: bool,
+    /// The data file of a qcow2 image with an external one, in place of the file that the image
+    /// names: an absolute path, or an address.
+    pub data_file: Option<PathBuf>,
     /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on
     /// each image of the chain.
     #[serde(default)]
@@ -181,7 +184,10 @@ impl DiskConfig {
     /// # Errors
     /// A text that describes the contradiction.
     pub fn checked(self) -> Result<Self, String> {
-        check_image_name(&self.path)?;
+        [&self.path]
+            .into_iter()
+            .chain(&self.data_file)
+            .try_for_each(|path| check_image_name(path))?;
         let named = self.allow_paths.iter().chain(&self.key_files).chain(&self.passphrase_files);
         named.chain(&self.bitmaps_in).try_for_each(|path| check_absolute(path))?;
         if self.trust_bitmaps && self.bitmaps_in.is_none() {

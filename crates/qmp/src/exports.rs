@@ -183,8 +183,10 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
     }
 }
 
-/// Bitmaps that an export of a frozen disk copies, and the disk that has them, if that is not the
-/// backup's source.
+const OF_TWO_NODES: &str = "An export has bitmaps of one node here, and these are of two";
+
+/// Bitmaps that an export copies, and the disk that has them, if that is not the source of the
+/// backup that it serves.
 #[derive(Default)]
 struct Taken {
     names: Vec<String>,
@@ -193,7 +195,7 @@ struct Taken {
 
 /// Checks the bitmaps that clients of an export may query. An export of a backup has bitmaps of the
 /// backup's target node, or of its source. Other disks offer the bitmaps that they were opened
-/// with.
+/// with, or, if they are read-only, those of another read-only disk.
 fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<Taken, QmpError> {
     let name_of = |bitmap: &Value| bitmap.as_str().or(bitmap["name"].as_str()).map(str::to_owned);
     let names: Vec<_> = bitmaps.iter().filter_map(name_of).collect();
@@ -206,9 +208,16 @@ fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<T
         return match names.iter().filter(|name| has(name)).count() {
             0 => Ok(Taken { names, of: None }),
             count if count == names.len() => Ok(Taken { names, of: Some(pull.target.clone()) }),
-            _ => Err(QmpError::generic(
-                "An export has bitmaps of one node here, and these are of two",
-            )),
+            _ => Err(QmpError::generic(OF_TWO_NODES)),
+        };
+    }
+    let nodes = bitmaps.iter().filter_map(|bitmap| bitmap["node"].as_str());
+    let owners = nodes.map(|node| context.disk(node)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(other) = owners.iter().find(|owner| *owner != disk) {
+        return if owners.len() == names.len() && owners.iter().all(|owner| owner == other) {
+            Ok(Taken { names, of: Some(other.clone()) })
+        } else {
+            Err(QmpError::generic(OF_TWO_NODES))
         };
     }
     let disk =

@@ -72,6 +72,8 @@ pub(super) struct Asked {
     detect_zeroes: &'static str,
     /// Whether the image is opened without its backing file (`"backing": null`).
     is_without_backing: bool,
+    /// The data file, if the client gives the image one.
+    data_file: Option<String>,
 }
 
 impl Asked {
@@ -115,6 +117,7 @@ impl Asked {
             discard,
             detect_zeroes,
             is_without_backing,
+            data_file: None,
         };
         Ok(asked)
     }
@@ -189,6 +192,7 @@ impl Asked {
             "discard": self.discard.unwrap_or("ignore"),
             "detect-zeroes": self.detect_zeroes,
             "without-backing": self.is_without_backing,
+            "data-file": self.data_file,
             "inactive": !self.is_active,
         })
     }
@@ -264,6 +268,38 @@ fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<V
     };
     let files = secret.map(|id| key_file(context, &id)).transpose()?;
     Ok(files.into_iter().map(|path| json!(path)).collect())
+}
+
+/// Takes the data file of a qcow2 image: an object that describes a file, or the name of a raw disk's
+/// node. That disk stays open beside the image, so both are read-only.
+fn take_data_file(
+    context: &Context,
+    given: &mut Arguments,
+    asked: &Asked,
+) -> Result<Option<String>, QmpError> {
+    if asked.driver != QCOW2 {
+        return Ok(None);
+    }
+    if let Some(mut file) = given.some_object_or_text("data-file")? {
+        let below = Asked::take(&mut file)?;
+        if !FILES.contains(&below.driver) || below.name.is_some() {
+            let why = "A data file is an object with a file's driver and without 'node-name' here";
+            return Err(QmpError::generic(why));
+        }
+        return below.end_file(context, file).map(Some);
+    }
+    let Some(node) = given.some_text("data-file")? else { return Ok(None) };
+    let disk = context.running.disks().get(&context.disk(&node)?).map_err(QmpError::failed)?;
+    if disk.disk.image().image_format_name() != "raw" {
+        let why = format!("Node '{node}' is no raw disk: it cannot be the data file of an image");
+        return Err(QmpError::generic(why));
+    }
+    if !asked.is_read_only || !disk.setup.is_read_only() {
+        return Err(QmpError::generic(format!(
+            "Node '{node}' can be the data file of a read-only image, if it is read-only: describe the file in 'data-file' itself"
+        )));
+    }
+    Ok(disk.path().to_str().map(str::to_owned))
 }
 
 /// Adds a format node. If the client names a backing node, that node becomes the image's backing
@@ -395,6 +431,7 @@ async fn open_format(
     if asked.driver == QCOW2 {
         take_without_effect(&mut given)?;
     }
+    let asked = Asked { data_file: take_data_file(context, &mut given, &asked)?, ..asked };
     let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;

@@ -70,7 +70,7 @@ enum Aio threads native io_uring
 object BlockdevFormat file:BlockdevRef
 alternate BlockdevRef BlockdevOptions str
 alternate Backing str null
-object BlockdevQcow2 file:BlockdevRef lazy-refcounts?:bool pass-discard-request?:bool pass-discard-other?:bool cache-size?:int l2-cache-size?:int l2-cache-entry-size?:int refcount-cache-size?:int cache-clean-interval?:int backing?:Backing encrypt?:Qcow2Encryption
+object BlockdevQcow2 file:BlockdevRef lazy-refcounts?:bool pass-discard-request?:bool pass-discard-other?:bool cache-size?:int l2-cache-size?:int l2-cache-entry-size?:int refcount-cache-size?:int cache-clean-interval?:int backing?:Backing data-file?:BlockdevRef encrypt?:Qcow2Encryption
 object Qcow2Encryption format:Qcow2EncryptionFormat | format luks=LuksOptions
 enum Qcow2EncryptionFormat luks
 object LuksOptions key-secret?:str

@@ -176,6 +176,61 @@ fn wrong_options_are_refused_with_the_words_of_qemu() {
     }
 }
 
+/// As LXD serves a snapshot: the disk is a device, and the bitmaps are those of a qcow2 image with
+/// the device as its data file, in place of the missing file that the image names.
+#[test]
+fn bitmaps_of_another_read_only_node_are_offered() {
+    require!(need::tools(&["qemu-img", "qemu-io", NAME, "nbdinfo"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    let [gone, disk, image] = ["gone", "disk", "image"].map(|name| folder.join(name));
+    let options = format!("data_file={},data_file_raw=on", str(&gone));
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, str(&image), "1M"]).success();
+    qemu_img(&["bitmap", "--add", "-g", "64k", str(&image), "since"]).success();
+    qemu_io("qcow2", &image, &["write -P 5 128k 64k"]);
+    std::fs::rename(&gone, &disk).expect("a file");
+    let mut maps = Vec::new();
+    for command in [ours(&scratch), tool(NAME)] {
+        let (socket, pid) = (scratch.socket("nbd"), scratch.path("pid"));
+        let line = [
+            "--nbd-server",
+            &format!("addr.type=unix,addr.path={}", str(&socket)),
+            "--blockdev",
+            r#"{"driver":"file","node-name":"data-file","filename":"DIR/disk","read-only":true}"#,
+            "--blockdev",
+            r#"{"driver":"raw","node-name":"data","file":"data-file","read-only":true}"#,
+            "--blockdev",
+            r#"{"driver":"file","node-name":"meta-file","filename":"DIR/image","read-only":true}"#,
+            "--blockdev",
+            r#"{"driver":"qcow2","node-name":"meta","file":"meta-file","data-file":"data","read-only":true}"#,
+            "--export",
+            r#"{"type":"nbd","id":"e","node-name":"data","name":"root","bitmaps":[{"node":"meta","name":"since"}]}"#,
+        ];
+        let daemon = Daemon::start(command, &words(&line, &folder), &pid);
+        let uri = format!("nbd+unix:///root?socket={}", str(&socket));
+        let map = ["--map=qemu:dirty-bitmap:since", "--json", &uri];
+        maps.push(run(tool("nbdinfo").args(map)).success().stdout);
+        daemon.stop();
+    }
+    assert_eq!(maps[0], maps[1]);
+    assert!(maps[0].contains("131072"), "{}", maps[0]);
+    // What the guest may still change has its own bitmaps only.
+    for (node, said) in [
+        ("data", r#"{"driver":"file","node-name":"data","filename":"DIR/disk"}"#),
+        (
+            "data",
+            r#"{"driver":"qcow2","node-name":"data","file":{"driver":"file","filename":"DIR/d"},"read-only":true}"#,
+        ),
+    ] {
+        let meta = format!(
+            r#"{{"driver":"qcow2","node-name":"meta","file":{{"driver":"file","filename":"DIR/image"}},"data-file":"{node}","read-only":true}}"#
+        );
+        let (status, line) =
+            told(ours(&scratch), &words(&["--blockdev", said, "--blockdev", &meta], &folder));
+        assert!(status == Some(1) && line.contains("data file of"), "{line}");
+    }
+}
+
 #[test]
 fn an_image_is_served_in_the_background_until_a_signal() {
     require!(need::tools(&["qemu-img"]));

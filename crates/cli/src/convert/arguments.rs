@@ -296,11 +296,8 @@ pub(super) async fn open_sources(arguments: &Arguments) -> Result<Vec<Arc<ImageD
 
 async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> {
     let Arguments { formats, .. } = arguments;
-    let Named { path, format, part, is_shared, backing_use, .. } =
-        arguments.image_opts.resolve_to_read(source, formats.source_format)?;
-    let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };
-    let options =
-        ImageOptions { locking, backing_use, ..arguments.open.read_image(&path, format, part)? };
+    let named = arguments.image_opts.resolve_to_read(source, formats.source_format)?;
+    let (path, options) = arguments.open.read_named(named, arguments.force_share)?;
     let options = arguments.source_cache.apply(options);
     let opened = open_snapshot(&path, options, arguments.snapshot.as_ref()).await;
     // In `convert`, --format is the format of the target.

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::IntoRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -24,6 +25,7 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice};
 use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_storage::Location;
 use clap::ArgAction;
 use clap::builder::ValueParser;
 
@@ -107,6 +109,9 @@ pub struct Arguments {
     /// The use of the backing file, as the image's options (--image-opts) say.
     #[arg(skip)]
     backing_use: BackingUse,
+    /// The data file of the image, as its options (--image-opts) say.
+    #[arg(skip)]
+    data_file: Option<PathBuf>,
     /// The part of the file that the image's options (--image-opts) and -o select.
     #[arg(skip)]
     part: Option<FilePart>,
@@ -413,12 +418,17 @@ impl Arguments {
         if called_as::is_qemu_nbd() && self.images.len() > 1 {
             wrong_usage(WRONG_NUMBER);
         }
+        let are_several = self.images.len() > 1;
         for image in &mut self.images {
             let named = self.habits.image_opts.resolve_to_serve(image, self.format);
             let named = named.unwrap_or_else(|why| refuse(&why.to_string()));
             *image = named.path;
             self.format = named.format;
             self.part = named.part;
+            self.data_file = named.data_file.map(absolute_unless_address);
+            if are_several && self.data_file.is_some() {
+                refuse("data-file.* is of one image: serve that one alone");
+            }
             if called_as::is_qemu_nbd() && self.format.is_none() {
                 let is_read = self.read_only || named.is_read_only;
                 let how = if is_read { Probing::ToRead } else { Probing::ByContent };
@@ -677,6 +687,7 @@ impl Arguments {
             allow_remote: self.references.allow.allow_remote,
             no_references: self.references.no_references,
             without_backing: self.backing_use == BackingUse::LeftOut,
+            data_file: self.data_file.clone(),
             key_files: keys.keys,
             passphrase_files: keys.passphrases,
             bitmaps: self.bitmap.clone(),
@@ -705,6 +716,12 @@ impl Arguments {
         });
         plan.unwrap_or_else(|why| refuse(&why))
     }
+}
+
+/// The name of a file or of an image on another server, which the working directory does not change.
+fn absolute_unless_address(name: PathBuf) -> PathBuf {
+    let is_address = Location::is_remote(name.as_os_str().as_bytes());
+    if is_address { name } else { std::path::absolute(&name).unwrap_or(name) }
 }
 
 /// Ends the program: wrong usage.

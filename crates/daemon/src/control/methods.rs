@@ -203,7 +203,8 @@ pub struct ExportAddParams {
     #[serde(default)]
     pub description: String,
     /// For a disk that a backup has frozen: bitmaps of the original disk that NBD clients may
-    /// query. They have all changes up to the freeze, and perhaps later ones.
+    /// query. They have all changes up to the freeze, and perhaps later ones. For a read-only disk:
+    /// bitmaps of another read-only disk, as they are now.
     #[serde(default)]
     pub bitmaps: Vec<String>,
     /// The disk that has these bitmaps, if not the original disk. Its size must be the same.

@@ -366,7 +366,7 @@ impl OfferedDisk {
         match self.earlier.moved.clone() {
             None => setup,
             Some(Moved { path, format, cache }) => {
-                DiskConfig { path, format: Some(format), cache, ..setup }
+                DiskConfig { path, format: Some(format), cache, data_file: None, ..setup }
             }
         }
     }

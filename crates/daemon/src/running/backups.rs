@@ -282,36 +282,45 @@ async fn adopt_frozen(
     Ok(running.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
 }
 
-/// A frozen disk of a backup, with copies of bitmaps of its source, or of another disk (`of`). The
+/// A disk that does not change, with copies of bitmaps: a frozen disk of a backup with those of its
+/// source or of another disk (`of`), or a read-only disk with those of another read-only disk. The
 /// copies have all changes up to the freeze, and perhaps later ones.
 ///
 /// # Errors
-/// The disk is not frozen, or there is no such bitmap.
+/// The disk may change, or there is no such bitmap.
 pub(super) async fn with_bitmaps(
     running: &Running,
     name: &str,
     (bitmaps, of): (&[String], Option<&str>),
 ) -> Result<Arc<RunningDisk>> {
-    let frozen = running.disks.get(name)?;
+    let served = running.disks.get(name)?;
     let backups = running.backups.list();
     let mut disks = backups.iter().flat_map(|backup| &backup.disks);
-    let Some(disk) = disks.find(|disk| disk.frozen.name() == name) else {
-        bail!(
+    let frozen = disks.find(|disk| disk.frozen.name() == name);
+    let source = match (of, frozen) {
+        (Some(other), _) => running.disks.get(other)?,
+        (None, Some(disk)) => Arc::clone(&disk.source),
+        (None, None) => bail!(
             "the disk {name:?} is no disk that a backup has frozen: open it with the bitmaps that it is to offer"
+        ),
+    };
+    let mut changing = [&served, &source].into_iter().filter(|disk| !disk.setup.is_read_only());
+    if frozen.is_none()
+        && let Some(disk) = changing.next()
+    {
+        bail!(
+            "bitmaps of another disk are offered by read-only disks, and {:?} is writable: open it with read-only",
+            disk.name()
         );
-    };
-    let source = match of {
-        Some(other) => running.disks.get(other)?,
-        None => Arc::clone(&disk.source),
-    };
-    if source.disk.size() != frozen.disk.size() {
+    }
+    if source.disk.size() != served.disk.size() {
         bail!("the disks {name:?} and {:?} have different sizes", source.name());
     }
     let mut copies = Vec::new();
     for bitmap in bitmaps {
         copies.push(copy_bitmap(&source, bitmap).await?);
     }
-    let RunningDisk { setup, path, moved, disk, room, .. } = &*frozen;
+    let RunningDisk { setup, path, moved, disk, room, .. } = &*served;
     let (setup, path, moved, disk, room) =
         (setup.clone(), path.clone(), moved.clone(), Arc::clone(disk), Arc::clone(room));
     let (bitmaps, group) = (copies, Mutex::default());

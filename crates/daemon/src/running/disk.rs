@@ -72,6 +72,7 @@ impl RunningDisk {
                     path: new.path.clone(),
                     format: new.format,
                     cache: new.cache,
+                    data_file: None,
                     ..old.clone()
                 })
         };

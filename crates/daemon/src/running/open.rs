@@ -99,6 +99,7 @@ pub(crate) fn image_options(
         part: disk.part,
         backing_use: disk.backing_use(),
         side_file: disk.side_file(),
+        data_file: disk.data_file.clone(),
     }
     .in_part(disk.part))
 }

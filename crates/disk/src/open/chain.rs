@@ -71,6 +71,8 @@ pub(super) struct Chain {
     /// The raw image that the user named, if the first image is its side file. It is the only data
     /// file that is not found by its name in an image.
     pub(super) side_files_image: Option<RawImage>,
+    /// The data file of the first image, if the user named it ([`ImageOptions::data_file`]).
+    pub(super) data_file: Option<PathBuf>,
     /// The folder of the last image, from which its names are looked up.
     pub(super) folder: Folder,
     /// The source of the files.
@@ -104,9 +106,9 @@ impl Chain {
     /// A chain that begins with a file that another image named.
     pub(super) fn from_named(path: PathBuf, identity: Option<Identity>, folder: Folder) -> Self {
         let files = vec![(path, identity)];
-        let (data_files, side_files_image) = (Vec::new(), None);
+        let (data_files, side_files_image, data_file) = (Vec::new(), None, None);
         let (source, without_key) = (Files::Host, WithoutKey::Refuse);
-        Self { files, data_files, side_files_image, folder, source, without_key }
+        Self { files, data_files, side_files_image, data_file, folder, source, without_key }
     }
 
     /// The format of the next file. Refuses a chain that is too long, an address that is not
@@ -240,6 +242,11 @@ impl Chain {
         disk: StoredImage,
         options: &ImageOptions,
     ) -> Result<StoredImage> {
+        let has_own = disk.data_file().is_none() || self.side_files_image.is_some();
+        if self.data_file.is_some() && has_own {
+            let what = "has no external data file, so that none can be given";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
+        }
         if !disk.extent_files().is_empty() {
             return self.with_extents(disk, options).await;
         }
@@ -307,8 +314,8 @@ impl Chain {
         disk.with_extents(ImageStorage::Concat(Box::new(data)), &ranges).await
     }
 
-    /// Opens and locks a file with data of the last image, which names the file as its `role`.
-    /// `image` is the last image's own file.
+    /// Opens and locks a file with data of the last image: the file that the user named, or the
+    /// file that the image names as its `role`. `image` is the last image's own file.
     async fn open_data(
         &mut self,
         name: &[u8],
@@ -316,8 +323,9 @@ impl Chain {
         options: &ImageOptions,
         image: Option<BorrowedFd<'_>>,
     ) -> Result<(ImageStorage, Option<Identity>)> {
+        let by_user = self.data_file.take();
         let last = self.last();
-        if is_address(name) {
+        if by_user.is_none() && is_address(name) {
             let name = String::from_utf8_lossy(name);
             let what = format!("its {role} '{name}' is no file but a server's address");
             return Err(Error::new(ErrorKind::Unsupported, what)
@@ -329,7 +337,18 @@ impl Chain {
             Access::ReadOnly => NameUse::Read(Namer { path: &path, file: image }),
             Access::ReadWrite => NameUse::Written(Namer { path: &path, file: image }),
         };
-        let opened = self.open_named(name, role, options, used).await;
+        let opened = match by_user {
+            Some(path) => open_location(&mut self.source, &path, options)
+                .await
+                .map(|(storage, identity)| Named {
+                    path,
+                    storage,
+                    identity,
+                    folder: Folder::of_remote(),
+                })
+                .map_err(FindError::Host),
+            None => self.open_named(name, role, options, used).await,
+        };
         let last = self.last();
         let failed = |error: Error| {
             let what = format!("cannot open the {role} of {last}: {error}");

@@ -175,6 +175,9 @@ pub struct ImageOptions {
     pub backing_use: BackingUse,
     /// Location of a raw image's bitmaps, if not beside it.
     pub side_file: Option<SideFile>,
+    /// The data file of a qcow2 image, in place of the one that the image names. It is not used for
+    /// backing files.
+    pub data_file: Option<PathBuf>,
 }
 
 /// The purpose of opening an image, which decides which of its files and which keys are needed.
@@ -342,6 +345,7 @@ impl Default for ImageOptions {
             snapshot: None,
             backing_use: BackingUse::Followed,
             side_file: None,
+            data_file: None,
         }
     }
 }

@@ -99,6 +99,7 @@ async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Re
         check_not_moved(&path)?;
     }
     let mut chain = Chain::from_image(&route.path, identity, files)?;
+    chain.data_file.clone_from(&options.data_file);
     if options.purpose != Purpose::Disk {
         chain.without_key = WithoutKey::StayLocked;
     }
@@ -260,6 +261,7 @@ impl CommitChain {
         let options = ImageOptions { access: Access::ReadWrite, ..options };
         let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
         let mut chain = Chain::from_image(path, identity, Files::Host)?;
+        chain.data_file.clone_from(&options.data_file);
         let (disk, restore) =
             disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
         let disk = rare(chain.with_data(disk, &options)).await?;

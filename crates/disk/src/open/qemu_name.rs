@@ -37,7 +37,7 @@ pub const FLAGS_WITHOUT_EFFECT: [&str; 3] =
 const EXPORT: &str = ":exportname=";
 
 /// The image that QEMU's options name.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct QemuName {
     /// The path, or the URI of a server's export.
     pub path: PathBuf,
@@ -62,6 +62,8 @@ pub struct QemuName {
     pub space: SpaceOptions,
     /// The backing file that the options give the image, and its format, if they name that.
     pub backing: Option<(PathBuf, Option<ImageFormat>)>,
+    /// The data file that the options give the image.
+    pub data_file: Option<PathBuf>,
     /// The context of block status requested from a server (`x-dirty-bitmap`).
     pub context: Option<String>,
     /// The TLS options for the server, which `path` does not contain.
@@ -102,21 +104,7 @@ impl QemuName {
             "nbd" if !rest.starts_with("//") => nbd_of(rest),
             _ => return None,
         };
-        Some(path.map(|path| Self {
-            path,
-            format: None,
-            driver: None,
-            part: None,
-            is_shared: false,
-            is_read_only: false,
-            is_direct: false,
-            backing_use: BackingUse::Followed,
-            is_compressed: false,
-            space: SpaceOptions::default(),
-            backing: None,
-            context: None,
-            tls: None,
-        }))
+        Some(path.map(|path| Self { path, ..Self::default() }))
     }
 
     /// The meaning of options whose keys have dots between their parts.
@@ -201,7 +189,7 @@ impl Options {
         if self.0.get("driver").is_some_and(|driver| driver == "blkdebug") {
             return self.below_limits()?.named();
         }
-        let backing = self.backing()?;
+        let (backing, data_file) = (self.backing()?, self.data_file()?);
         let context = self.take("x-dirty-bitmap");
         let tls = self.tls();
         let (mut locking, mut read_only, mut direct) = (Vec::new(), Vec::new(), Vec::new());
@@ -282,6 +270,7 @@ impl Options {
             is_compressed: false,
             space,
             backing,
+            data_file,
             context,
             tls,
         })
@@ -324,33 +313,49 @@ impl Options {
 
     /// The backing file that `backing.file.filename` and the like name.
     fn backing(&mut self) -> Result<Option<(PathBuf, Option<ImageFormat>)>, String> {
-        const PREFIX: &str = "backing.";
-        let is_of_it = |key: &str| key.starts_with(PREFIX);
-        let keys: Vec<_> = self.0.keys().filter(|key| is_of_it(key)).cloned().collect();
-        let options = keys
-            .iter()
-            .filter_map(|key| Some((key.strip_prefix(PREFIX)?.to_owned(), self.0.remove(key)?)));
-        let options: BTreeMap<_, _> = options.collect();
-        if options.is_empty() {
-            Ok(None)
-        } else {
-            match Self(options).named()? {
-                QemuName { tls: Some(_), .. } => Err("a backing file has no tls-creds".into()),
-                QemuName { part: Some(_), .. } | QemuName { context: Some(_), .. } => {
-                    Err("a backing file has no offset, size or x-dirty-bitmap".into())
-                }
-                QemuName { path, format, backing: None, backing_use, .. }
-                    if backing_use == BackingUse::Followed || format == Some(ImageFormat::Raw) =>
-                {
-                    Ok(Some((path, format)))
-                }
-                _ => {
-                    Err("a backing file has the backing file that it names: leave backing.backing \
-                          out"
-                    .into())
-                }
+        let Some(options) = self.take_child("backing.") else { return Ok(None) };
+        match options.named()? {
+            QemuName { tls: Some(_), .. } => Err("a backing file has no tls-creds".into()),
+            QemuName { part: Some(_), .. } | QemuName { context: Some(_), .. } => {
+                Err("a backing file has no offset, size or x-dirty-bitmap".into())
             }
+            QemuName { path, format, backing: None, data_file: None, backing_use, .. }
+                if backing_use == BackingUse::Followed || format == Some(ImageFormat::Raw) =>
+            {
+                Ok(Some((path, format)))
+            }
+            _ => Err("a backing file has the files that it names: leave backing.backing and \
+                      backing.data-file out"
+                .into()),
         }
+    }
+
+    /// The data file that `data-file.filename` and the like name.
+    fn data_file(&mut self) -> Result<Option<PathBuf>, String> {
+        let Some(options) = self.take_child("data-file.") else { return Ok(None) };
+        // The other options are those of the image, which decides how its data file is opened.
+        match options.named()? {
+            QemuName {
+                path,
+                format: None | Some(ImageFormat::Raw),
+                part: None,
+                context: None,
+                tls: None,
+                ..
+            } => Ok(Some(path)),
+            _ => Err(
+                "a data file is a whole raw file: data-file.driver=file,data-file.filename=PATH"
+                    .into(),
+            ),
+        }
+    }
+
+    /// The options of a child node, without their prefix; `None` if there are none.
+    fn take_child(&mut self, prefix: &str) -> Option<Self> {
+        let of_child = self.0.extract_if(.., |key, _| key.starts_with(prefix));
+        let options: BTreeMap<_, _> =
+            of_child.map(|(key, value)| (key[prefix.len()..].to_owned(), value)).collect();
+        (!options.is_empty()).then_some(Self(options))
     }
 
     /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image. The first two override
@@ -510,10 +515,13 @@ pub fn plain_backing<'a>(
         let what = format!("cannot open its backing file: {what}");
         Error::new(ErrorKind::Unsupported, what).on(image)
     };
-    let QemuName { path, format, part, tls, backing_use, backing: below, context, .. } =
-        named.map_err(refuse)?;
-    if backing_use == BackingUse::LeftOut || below.is_some() || context.is_some() {
-        let what = "its name has backing= or x-dirty-bitmap=, which are of a command line";
+    let QemuName {
+        path, format, part, tls, backing_use, backing: below, data_file, context, ..
+    } = named.map_err(refuse)?;
+    let has_child = below.is_some() || data_file.is_some();
+    if backing_use == BackingUse::LeftOut || has_child || context.is_some() {
+        let what =
+            "its name has backing=, data-file= or x-dirty-bitmap=, which are of a command line";
         return Err(refuse(format!("{what}; write its path or URI")));
     }
     if tls.is_some() {

@@ -107,6 +107,9 @@ pub struct Opened {
     /// Whether the image is opened without its backing file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub without_backing: bool,
+    /// The bytes of the path of its data file, if that is not the file that the image names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_file: Option<Vec<u8>>,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
     /// Whether bitmaps that the image does not have are looked up in its backing files.
@@ -212,6 +215,7 @@ impl Opened {
             allow_remote,
             no_references,
             without_backing,
+            data_file,
             // Disks with keys are not handed over.
             key_files: _,
             passphrase_files: _,
@@ -245,6 +249,7 @@ impl Opened {
             allow_remote: *allow_remote,
             no_references: *no_references,
             without_backing: *without_backing,
+            data_file: data_file.as_deref().map(bytes_of),
             bitmaps: bitmaps.clone(),
             bitmaps_behind: *bitmaps_behind,
             bitmaps_in: bitmaps_in.as_ref().map(|path| (bytes_of(path), *trust_bitmaps)),
@@ -285,6 +290,7 @@ impl Opened {
             allow_remote: self.allow_remote,
             no_references: self.no_references,
             without_backing: self.without_backing,
+            data_file: self.data_file.map(path_of),
             bitmaps: self.bitmaps,
             bitmaps_behind: self.bitmaps_behind,
             bitmaps_in: bitmaps_in.map(path_of),

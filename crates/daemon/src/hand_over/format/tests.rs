@@ -26,6 +26,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         allow_remote: true,
         no_references: false,
         without_backing: false,
+        data_file: None,
         bitmaps: vec!["c".into()],
         bitmaps_behind: false,
         bitmaps_in: None,
@@ -173,6 +174,7 @@ fn later_fields_are_read_as_they_were_written() {
         threshold: Some("10%".into()),
         no_references: true,
         without_backing: true,
+        data_file: Some("/vm/data".into()),
         bitmaps_behind: true,
         bitmaps_in: Some((b"/d".to_vec(), true)),
         ..opened(None)
