@@ -10,8 +10,12 @@
 //! time and may even remove the memory. Shared bytes are copied by
 //! [`shared_copy`](crate::copy_from_shared). [`IoVector::is_intact`] returns false if memory has
 //! vanished.
+//!
+//! The bytes of a kernel's request may be in pages of the kernel instead, until they are needed in
+//! memory: see [`KernelPages`].
 
 mod kept;
+mod pages;
 
 use std::any::Any;
 use std::ptr::{self, NonNull};
@@ -24,6 +28,7 @@ use crate::shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
 use crate::{Error, Result, errno};
 
 pub use kept::KeptVector;
+pub use pages::{KernelPages, PageUse};
 
 /// A piece of memory, laid out as `struct iovec` (POSIX, `<sys/uio.h>`): engines pass a slice of
 /// them to the kernel unchanged.
@@ -59,6 +64,8 @@ pub struct IoVector {
     /// For shared memory, the flag that is set when some of it has vanished. Lives as long as
     /// `owner`. After a cut past the end, [`CUT_PAST_END`].
     lost: Option<NonNull<AtomicBool>>,
+    /// The kernel's pages of the request whose bytes the vector has.
+    pages: Option<Arc<KernelPages>>,
 }
 
 /// The `lost` flag of vectors that were cut past their end. Such a cut is an error in the code for
@@ -83,7 +90,7 @@ impl IoVector {
         let segments: SmallVec<[Segment; 2]> =
             segments.into_iter().filter(|segment| segment.length > 0).collect();
         let length = segments.iter().map(|segment| segment.length).sum();
-        Self { owner, segments, length, lost: None }
+        Self { owner, segments, length, lost: None, pages: None }
     }
 
     /// A view of `segments` that are shared with another process (a guest), kept alive by `owner`.
@@ -116,8 +123,12 @@ impl IoVector {
     }
 
     /// Whether all bytes copied from the vector so far are the owner's bytes. False if shared
-    /// memory has vanished (its bytes read as zeros), or after a cut past the end.
+    /// memory has vanished (its bytes read as zeros), after a cut past the end, or if the bytes
+    /// could not be copied from the kernel's pages.
     pub fn is_intact(&self) -> bool {
+        if self.pages.as_ref().is_some_and(|pages| pages.is_lost()) {
+            return false;
+        }
         let Some(lost) = self.lost else { return true };
         // Orders the reads of the copied bytes before the read of the flag.
         fence(Ordering::Acquire);
@@ -154,6 +165,8 @@ impl IoVector {
         if self.is_empty() {
             return next;
         }
+        self.is_in_memory();
+        next.is_in_memory();
         self.segments.extend_from_slice(&next.segments);
         // Parts of one vector share its owner, so joining thousands of them nests no owners.
         let owner = if Arc::ptr_eq(&self.owner, &next.owner) {
@@ -166,6 +179,7 @@ impl IoVector {
             segments: self.segments,
             length: self.length + next.length,
             lost: self.lost.or(next.lost),
+            pages: self.pages.or(next.pages),
         }
     }
 
@@ -180,9 +194,10 @@ impl IoVector {
     }
 
     /// The segments, none of them empty. The addresses are for the kernel, which may access the
-    /// bytes as long as the vector exists.
+    /// bytes as long as the vector exists. There are none if the bytes could not be copied from the
+    /// kernel's pages.
     pub fn segments(&self) -> &[Segment] {
-        &self.segments
+        if self.is_in_memory() { &self.segments } else { &[] }
     }
 
     /// Whether every address is a multiple of `memory`, and every length except the last is a
@@ -201,6 +216,7 @@ impl IoVector {
             count = self.length;
             self.lost = Some(NonNull::from_ref(&CUT_PAST_END));
         }
+        self.pass_in_pages(count);
         self.length -= count;
         let mut whole = 0;
         while count > 0 {
@@ -225,6 +241,7 @@ impl IoVector {
             at = self.length;
             self.lost = Some(NonNull::from_ref(&CUT_PAST_END));
         }
+        self.is_in_memory();
         let mut kept = SmallVec::new();
         let mut rest = SmallVec::new();
         let mut left = at;
@@ -242,7 +259,8 @@ impl IoVector {
             left -= here;
         }
         let (owner, length) = (Arc::clone(&self.owner), self.length - at);
-        let rest = Self { owner, segments: rest, length, lost: self.lost };
+        let pages = self.pages.clone();
+        let rest = Self { owner, segments: rest, length, lost: self.lost, pages };
         self.segments = kept;
         self.length = at;
         rest
@@ -251,7 +269,7 @@ impl IoVector {
     /// The segments, until memory is lost: after that, access to each further segment may cause a
     /// fault.
     fn intact_segments(&self) -> impl Iterator<Item = &Segment> {
-        self.segments.iter().take_while(|_| self.is_intact())
+        self.segments().iter().take_while(|_| self.is_intact())
     }
 
     /// Copies the first bytes of the vector into `bytes`, as many as both have. If shared memory

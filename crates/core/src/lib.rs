@@ -53,7 +53,7 @@ pub use durability::{Durability, Fua, SyncMode};
 pub use error::{Error, ErrorKind, Result, errno};
 pub use extent::{ByteRange, Extent, ExtentFlags, ExtentState};
 pub use in_flight::{InFlight, InFlightLimits, InFlightPermit, ReleaseInFlight};
-pub use iovector::{IoVector, IoVectorList, KeptVector, Segment};
+pub use iovector::{IoVector, IoVectorList, KeptVector, KernelPages, PageUse, Segment};
 pub use rare::rare;
 pub use request::{Fallback, Request, Unmap};
 pub use shared_copy::{copy_from_shared, copy_to_shared, fill_shared};

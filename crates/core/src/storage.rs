@@ -148,6 +148,13 @@ pub trait Storage: 'static {
         None
     }
 
+    /// Whether the storage moves data between a file and a request's memory without touching it, so
+    /// that a request whose bytes are in the kernel's pages needs no copy
+    /// ([`KernelPages`](crate::KernelPages)).
+    fn takes_kernel_pages(&self) -> bool {
+        false
+    }
+
     /// The time since the Unix epoch at which any program last changed the storage: a time that
     /// programs cannot set (ctime, not mtime). A change that begins after the return gets a
     /// different value. `None` if unknown. For a block device the value is not a time but the

@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicBool;
 
 use smallvec::SmallVec;
 
-use super::{IoVector, Segment};
+use super::{IoVector, KernelPages, Segment};
 
 /// The bytes of an [`IoVector`], kept after the vector is dropped. See [`IoVector::keep`].
 pub struct KeptVector(Arc<Kept>);
@@ -24,6 +24,7 @@ struct Kept {
     segments: SmallVec<[Segment; 2]>,
     length: usize,
     lost: Option<NonNull<AtomicBool>>,
+    pages: Option<Arc<KernelPages>>,
 }
 
 // SAFETY: as for `IoVector`: the owner is `Send + Sync`, and `lost` is an atomic that the owner
@@ -37,8 +38,9 @@ impl IoVector {
     /// vector is dropped. The memory returns to its lender when both are dropped.
     #[must_use]
     pub fn keep(self) -> (Self, KeptVector) {
-        let Self { owner, segments, length, lost } = self;
-        let kept = KeptVector(Arc::new(Kept { _owner: owner, segments, length, lost }));
+        self.leave_pages_of_read();
+        let Self { owner, segments, length, lost, pages } = self;
+        let kept = KeptVector(Arc::new(Kept { _owner: owner, segments, length, lost, pages }));
         (kept.vector(), kept)
     }
 }
@@ -54,12 +56,13 @@ impl KeptVector {
     }
 
     fn vector(&self) -> IoVector {
-        let Kept { segments, length, lost, .. } = &*self.0;
+        let Kept { segments, length, lost, pages, .. } = &*self.0;
         IoVector {
             owner: Arc::clone(&self.0) as _,
             segments: segments.clone(),
             length: *length,
             lost: *lost,
+            pages: pages.clone(),
         }
     }
 }
