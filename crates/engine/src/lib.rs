@@ -83,7 +83,8 @@ pub use socket::page_pipe::{PagePipes, Pages};
 pub use socket::socket_option::{peer_process, unsent_bytes};
 pub use socket::{Listener, Stream, is_stopped};
 pub use ublk::{
-    UblkCommand, UblkControl, UblkDescriptor, UblkDevice, UblkInfo, ublk_flag, ublk_state,
+    UblkCommand, UblkControl, UblkData, UblkDescriptor, UblkDevice, UblkInfo, UblkPages, ublk_flag,
+    ublk_state,
 };
 // From core, because it works on any executor.
 pub use blockhouse_core::yield_now;

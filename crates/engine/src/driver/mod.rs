@@ -96,6 +96,18 @@ pub(crate) trait Driver {
     /// Frees all slots of memory. No operation is in flight.
     fn unregister_all_memory(&mut self);
 
+    /// Takes this many slots of the engine's own table for pages that the kernel registers there. A
+    /// number identifies the table.
+    ///
+    /// # Errors
+    /// `Unsupported` without such a table; `ENOSPC` if it lacks the slots; the kernel's error.
+    fn reserve_slots(&mut self, _count: u16) -> io::Result<(usize, Vec<u16>)> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// Gives such slots back. The kernel has no pages in them, or replaces these.
+    fn release_slots(&mut self, _slots: Vec<u16>) {}
+
     /// Submits deferred operations, then sleeps as `wait` says until an event (a completion, a
     /// notification, the deadline), then appends all results to `done`. `operations` has all
     /// started operations.

@@ -133,8 +133,15 @@ pub(crate) struct DeviceCommand {
     pub(crate) code: u32,
     /// The bytes that the driver reads, before the address of `memory`.
     pub(crate) argument: [u8; 8],
+    pub(crate) data: CommandData,
+}
+
+/// Where the data of a command to a device is.
+pub(crate) enum CommandData {
     /// One segment, which the driver may read and write until the command completes.
-    pub(crate) memory: IoVector,
+    Memory(IoVector),
+    /// In pages that the driver registers with the ring, as this address of the entry says.
+    Pages(u64),
 }
 
 /// A transfer between memory and a socket.

@@ -109,6 +109,25 @@ impl BufferTable {
         Ok(())
     }
 
+    /// Takes slots that get no memory from here. See [`Driver::reserve_slots`].
+    ///
+    /// [`Driver::reserve_slots`]: crate::driver::Driver::reserve_slots
+    pub(crate) fn reserve(&mut self, ring: &Submitter<'_>, count: u16) -> io::Result<Vec<u16>> {
+        self.create(ring)?;
+        match self.free.len().checked_sub(count.into()) {
+            Some(left) => Ok(self.free.split_off(left)),
+            None => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+        }
+    }
+
+    /// Takes reserved slots back.
+    pub(crate) fn release(&mut self, slots: Vec<u16>) {
+        // A loop that ends has closed the table.
+        if self.exists {
+            self.free.extend(slots);
+        }
+    }
+
     /// The slot that a request for these bytes names, if they lie in one buffer.
     pub(crate) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
         let (first, others) = vector.segments().split_first()?;

@@ -105,6 +105,16 @@ impl Local {
         self.driver.borrow_mut().register_memory(memory)
     }
 
+    /// Takes slots of the ring for the kernel's pages. See [`Driver`].
+    pub(crate) fn reserve_slots(&self, count: u16) -> io::Result<(usize, Vec<u16>)> {
+        self.driver.borrow_mut().reserve_slots(count)
+    }
+
+    /// Gives such slots back.
+    pub(crate) fn release_slots(&self, slots: Vec<u16>) {
+        self.driver.borrow_mut().release_slots(slots);
+    }
+
     /// Frees all slots of memory. No operation is in flight.
     pub(crate) fn unregister_all_memory(&self) {
         self.driver.borrow_mut().unregister_all_memory();

@@ -262,7 +262,7 @@ mod tests {
     use blockhouse_core::Buffer;
 
     use super::*;
-    use crate::driver::operation::{DeviceCommand, Operation};
+    use crate::driver::operation::{CommandData, DeviceCommand, Operation};
 
     #[test]
     fn a_command_that_never_completes_does_not_keep_a_loop_from_ending() {
@@ -271,7 +271,8 @@ mod tests {
         let mut buffer = Buffer::new(4096);
         let (file, memory) = (Arc::new(file), buffer.lend());
         let kept = Arc::downgrade(&file);
-        let command = DeviceCommand { file, code: 0, argument: [0; 8], memory };
+        let data = CommandData::Memory(memory);
+        let command = DeviceCommand { file, code: 0, argument: [0; 8], data };
         event_loop.local.hold(Operation::Command(command));
         drop(event_loop);
         assert!(kept.upgrade().is_some(), "the driver may still write to its memory");

@@ -261,6 +261,7 @@ impl HostFile {
             let Operation::Write(back, _) = operation else { unreachable!("{CAME_BACK}") };
             transfer = back;
             match result {
+                Err(error) if is_refusal_of_pages(error, &transfer) => {}
                 Err(error)
                     if through == WriteThrough::Yes && is_fua_refusal(error.raw_os_error()) =>
                 {
@@ -268,6 +269,10 @@ impl HostFile {
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(self.write_failed(error, transfer.offset, through)),
+                // The bytes could not be copied from the kernel's pages, so nothing was written.
+                Ok(0) if !transfer.vector.is_intact() => {
+                    return Err(self.write_failed(Errno::FAULT, transfer.offset, through));
+                }
                 Ok(0) => {
                     let what = "cannot write (the host takes nothing)";
                     return Err(self.error_at(what, Errno::IO, transfer.offset));
@@ -288,6 +293,7 @@ impl HostFile {
         loop {
             match result {
                 Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) if is_refusal_of_pages(error, &transfer) => {}
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) if count == transfer.vector.len() => return Ok(()),
                 // A short read is the end of the file or a partial transfer. Another read would
@@ -481,6 +487,12 @@ const DURABLE_WRITE: &str = "a durable write as one request";
 
 /// The reason why an operation that is returned has the kind that was submitted.
 const CAME_BACK: &str = "an operation comes back as it went";
+
+/// Whether the kernel may have refused a transfer because of where its bytes are in the kernel's
+/// pages: direct I/O wants them aligned. If so, the next attempt uses memory.
+fn is_refusal_of_pages(error: Errno, transfer: &Transfer) -> bool {
+    matches!(error, Errno::INVAL | Errno::FAULT) && transfer.vector.leave_pages()
+}
 
 fn advance(transfer: &mut Transfer, count: usize) {
     transfer.offset += count as u64;
@@ -705,6 +717,10 @@ impl Storage for HostFile {
             let _ = blocking(advise).await;
         }
         Ok(())
+    }
+
+    fn takes_kernel_pages(&self) -> bool {
+        self.file.medium != Medium::Memory
     }
 
     fn cached_file(&self, range: ByteRange) -> Option<BorrowedFd<'_>> {

@@ -17,16 +17,15 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::control::UblkControl;
 use super::wire::{
     COMMIT_AND_FETCH, DESCRIPTOR_BYTES, FETCH, MAX_DEPTH, UblkDescriptor, UblkInfo, queue_bytes,
-    ublk_flag,
+    slot_address, ublk_flag,
 };
-use crate::driver::operation::{DeviceCommand, Operation};
+use crate::driver::operation::{CommandData, DeviceCommand, Operation};
 use crate::event_loop::submit::submit;
 
-/// Flags of devices that transfer data otherwise than by copies from and to a command's memory.
+/// Flags of devices that transfer data otherwise than by copies from and to a command's memory, or
+/// as [`ublk_flag::PAGES`] says.
 const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
     | ublk_flag::NEED_GET_DATA
-    | ublk_flag::USER_COPY
-    | ublk_flag::AUTO_BUF_REG
     | ublk_flag::BATCH_IO
     | ublk_flag::SHMEM_ZC;
 
@@ -35,10 +34,19 @@ const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
 ///
 /// [`UblkCommand::Stop`]: super::UblkCommand::Stop
 pub struct UblkDevice {
-    file: Arc<OwnedFd>,
+    pub(super) file: Arc<OwnedFd>,
     info: UblkInfo,
     /// The descriptors of each queue.
     descriptors: Vec<Descriptors>,
+}
+
+/// Where the data of a tag's next request is.
+#[derive(Debug)]
+pub enum UblkData {
+    /// The driver copies it from and to this memory.
+    Memory(IoVector),
+    /// The driver registers its pages in this slot of the ring.
+    Pages(u16),
 }
 
 /// The descriptors of a queue's requests: a mapping that the driver writes to.
@@ -98,12 +106,13 @@ impl UblkDevice {
     ///
     /// # Errors
     /// The kernel's error: `NotFound` if the device's file did not appear, `ResourceBusy` if
-    /// another process has it open; `Unsupported` for a device whose data is not transferred by
-    /// plain copies.
+    /// another process has it open; `Unsupported` for a device whose data is transferred neither by
+    /// plain copies nor as [`ublk_flag::PAGES`] says.
     pub fn open(control: &mut UblkControl, id: u32) -> io::Result<Self> {
         let info = control.info(id)?;
-        if info.flags & OTHER_WAYS != 0 {
-            let text = "the device's data does not go by copies to the server's memory";
+        let pages = info.flags & ublk_flag::PAGES;
+        if info.flags & OTHER_WAYS != 0 || ![0, ublk_flag::PAGES].contains(&pages) {
+            let text = "the device's data goes in a way that this server does not know";
             return Err(io::Error::new(io::ErrorKind::Unsupported, text));
         }
         let path = format!("/dev/ublkc{id}");
@@ -131,22 +140,24 @@ impl UblkDevice {
         self.descriptors[usize::from(queue)].get(tag)
     }
 
-    /// Fetches the first request of a tag. On completion, `memory` has the data of a write; the
-    /// data of a read must be stored there before [`commit`](Self::commit). The same thread must
-    /// fetch all tags of a queue, and its loop must accept commands.
+    /// Fetches the first request of a tag. On completion, memory has the data of a write; the data
+    /// of a read must be stored there before [`commit`](Self::commit). The pages have the data of a
+    /// write, and get the data of a read. The same thread must fetch all tags of a queue, and its
+    /// loop must accept commands.
     ///
     /// # Errors
     /// ENODEV when the device was stopped; EACCES on a loop that does not accept commands,
     /// EOPNOTSUPP on a loop without io_uring; or the driver's error.
     ///
     /// # Panics
-    /// When the memory is not one segment, or shorter than the longest request of the device.
-    pub async fn fetch(&self, queue: u16, tag: u16, memory: IoVector) -> io::Result<()> {
-        self.command(FETCH, queue, tag, 0, memory).await
+    /// When the data is in the other place than the device's flags say, or the memory is not one
+    /// segment, or shorter than the longest request of the device.
+    pub async fn fetch(&self, queue: u16, tag: u16, data: UblkData) -> io::Result<()> {
+        self.command(FETCH, queue, tag, 0, data).await
     }
 
     /// Commits the result of a tag's request, and waits for the next request as
-    /// [`fetch`](Self::fetch) does. `result` is a count of bytes, or a negative errno. `memory` has
+    /// [`fetch`](Self::fetch) does. `result` is a count of bytes, or a negative errno. Memory has
     /// the data of a read.
     ///
     /// # Errors
@@ -159,9 +170,9 @@ impl UblkDevice {
         queue: u16,
         tag: u16,
         result: i32,
-        memory: IoVector,
+        data: UblkData,
     ) -> io::Result<()> {
-        self.command(COMMIT_AND_FETCH, queue, tag, result, memory).await
+        self.command(COMMIT_AND_FETCH, queue, tag, result, data).await
     }
 
     async fn command(
@@ -170,13 +181,21 @@ impl UblkDevice {
         queue: u16,
         tag: u16,
         result: i32,
-        memory: IoVector,
+        data: UblkData,
     ) -> io::Result<()> {
-        let [segment] = memory.segments() else { panic!("the driver takes one piece of memory") };
-        assert!(segment.length >= self.info.max_io_bytes as usize, "too little memory");
+        let has_pages = self.info.flags & ublk_flag::PAGES != 0;
+        assert_eq!(matches!(data, UblkData::Pages(_)), has_pages, "data in the other place");
+        let data = match data {
+            UblkData::Memory(memory) => {
+                let [segment] = memory.segments() else { panic!("the driver takes one piece") };
+                assert!(segment.length >= self.info.max_io_bytes as usize, "too little memory");
+                CommandData::Memory(memory)
+            }
+            UblkData::Pages(slot) => CommandData::Pages(slot_address(slot)),
+        };
         let argument = queue_bytes(queue, tag, result);
         let file = Arc::clone(&self.file);
-        let command = DeviceCommand { file, code, argument, memory };
+        let command = DeviceCommand { file, code, argument, data };
         let (outcome, _) = submit(Operation::Command(command)).await;
         Ok(outcome.map(drop)?)
     }
@@ -200,8 +219,8 @@ mod tests {
             let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
             let mut memory = Buffer::new(4096);
             let file = Arc::new(reader);
-            let (argument, memory) = (queue_bytes(0, 0, 0), memory.lend());
-            let command = DeviceCommand { file, code: FETCH, argument, memory };
+            let (argument, data) = (queue_bytes(0, 0, 0), CommandData::Memory(memory.lend()));
+            let command = DeviceCommand { file, code: FETCH, argument, data };
             submit(Operation::Command(command)).await.0.expect_err("a pipe takes none")
         });
         Some(error.into())

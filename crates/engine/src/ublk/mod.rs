@@ -6,6 +6,7 @@
 //!   that also does the loop's file I/O. So one system call fetches requests, does their I/O, and
 //!   completes them.
 //! - [`UblkInfo`] and [`UblkCommand`] are the structures that the driver reads and writes.
+//! - [`UblkPages`] reaches the data of requests in the kernel's own pages.
 //!
 //! Guarantees: the driver gets only memory that a command owns, or borrows until it has completed,
 //! and no more of it than the driver knows of. A device whose driver would use memory in another
@@ -13,8 +14,10 @@
 
 mod control;
 mod device;
+mod pages;
 mod wire;
 
 pub use control::UblkControl;
-pub use device::UblkDevice;
+pub use device::{UblkData, UblkDevice};
+pub use pages::UblkPages;
 pub use wire::{UblkCommand, UblkDescriptor, UblkInfo, ublk_flag, ublk_state};

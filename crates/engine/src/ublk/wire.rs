@@ -19,6 +19,9 @@ pub mod ublk_flag {
     pub const UPDATE_SIZE: u64 = 1 << 10;
     /// Data is transferred by buffers that the driver registers.
     pub const AUTO_BUF_REG: u64 = 1 << 11;
+    /// Both ways by which a request's data is reached in the kernel's own pages: by a ring, in
+    /// which the driver registers them, and by reads and writes of the device's file.
+    pub const PAGES: u64 = USER_COPY | AUTO_BUF_REG;
     /// One command handles many requests.
     pub const BATCH_IO: u64 = 1 << 15;
     /// Data may be in shared memory.
@@ -126,6 +129,18 @@ pub(super) fn queue_bytes(queue: u16, tag: u16, result: i32) -> [u8; 8] {
     bytes
 }
 
+/// The address of an entry that makes the driver register the next request's pages in a slot of the
+/// ring (`struct ublk_auto_buf_reg`). If it cannot, it hands the request over without
+/// (`UBLK_AUTO_BUF_REG_FALLBACK`, [`UblkDescriptor::NOT_REGISTERED`]).
+pub(super) fn slot_address(slot: u16) -> u64 {
+    u64::from(slot) | 1 << 16
+}
+
+/// Where the data of a tag's request begins in the device's file, for reads and writes of the file.
+pub(super) fn data_offset(queue: u16, tag: u16) -> u64 {
+    0x8000_0000 + (u64::from(queue) << 41) + (u64::from(tag) << 25)
+}
+
 /// A device (`struct ublksrv_ctrl_dev_info`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UblkInfo {
@@ -195,6 +210,12 @@ pub struct UblkDescriptor {
     pub start_sector: u64,
 }
 
+impl UblkDescriptor {
+    /// The flag of an operation whose pages the driver could not register
+    /// (`UBLK_IO_F_NEED_REG_BUF`).
+    pub const NOT_REGISTERED: u32 = 1 << 17;
+}
+
 /// Bytes of a descriptor: the fields above, and an address that the server supplied.
 pub(super) const DESCRIPTOR_BYTES: usize = 24;
 
@@ -252,6 +273,9 @@ mod tests {
         assert_eq!(bytes[8..16], 0x1000_u64.to_ne_bytes());
         assert_eq!(bytes[16..24], 9_u64.to_ne_bytes());
         assert!(bytes[24..].iter().all(|byte| *byte == 0));
+        assert_eq!(slot_address(0x1234), 0x0001_1234);
+        assert_eq!(data_offset(0, 0), 1 << 31);
+        assert_eq!(data_offset(3, 5), (1 << 31) + (3 << 41) + (5 << 25));
         let bytes = queue_bytes(1, 2, -5);
         assert_eq!(bytes[0..4], [1_u16.to_ne_bytes(), 2_u16.to_ne_bytes()].concat());
         assert_eq!(bytes[4..8], (-5_i32).to_ne_bytes());

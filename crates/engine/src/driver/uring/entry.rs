@@ -1,12 +1,13 @@
 //! Submission queue entries for transfers between memory and a file, and for commands.
 
 use std::os::fd::AsRawFd;
+use std::ptr;
 
 use blockhouse_core::Segment;
 use io_uring::types::Fd;
 use io_uring::{opcode, squeue};
 
-use crate::driver::operation::{DeviceCommand, Transfer};
+use crate::driver::operation::{CommandData, DeviceCommand, Transfer};
 
 /// The entry for a read; it points into the transfer. `slot` is the registered buffer with all of
 /// the transfer's memory, if there is one.
@@ -62,14 +63,41 @@ pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32
     }
 }
 
+/// The entry for a read into the kernel's pages in a slot. The address is an offset in them.
+pub(super) fn read_to_pages(file: Fd, transfer: &Transfer, slot: u16) -> squeue::Entry {
+    opcode::ReadFixed::new(file, ptr::null_mut(), bounded(transfer.vector.len()), slot)
+        .offset(transfer.offset)
+        .build()
+}
+
+/// The entry for a write from the kernel's pages, otherwise as [`read_to_pages`].
+pub(super) fn write_from_pages(
+    file: Fd,
+    transfer: &Transfer,
+    slot: u16,
+    flags: i32,
+) -> squeue::Entry {
+    opcode::WriteFixed::new(file, ptr::null(), bounded(transfer.vector.len()), slot)
+        .offset(transfer.offset)
+        .rw_flags(flags)
+        .build()
+}
+
 /// The entry for a command. Its memory belongs to the command.
 pub(super) fn command(command: &DeviceCommand) -> squeue::Entry {
-    let DeviceCommand { file, code, argument, memory } = command;
-    let address = memory.segments().first().map_or(0, |first| first.address.addr().get());
+    let DeviceCommand { file, code, argument, data } = command;
+    let (memory, address) = match data {
+        CommandData::Memory(memory) => {
+            let first = memory.segments().first();
+            (first.map_or(0, |first| first.address.addr().get() as u64), None)
+        }
+        CommandData::Pages(address) => (0, Some(*address)),
+    };
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(argument);
-    bytes[8..].copy_from_slice(&(address as u64).to_ne_bytes());
-    opcode::UringCmd16::new(Fd(file.as_raw_fd()), *code).cmd(bytes).build()
+    bytes[8..].copy_from_slice(&memory.to_ne_bytes());
+    let command = opcode::UringCmd16::new(Fd(file.as_raw_fd()), *code).cmd(bytes);
+    command.addr(address).build()
 }
 
 /// A transfer's length, limited to the kernel's maximum (`MAX_RW_COUNT`, a multiple of a page).

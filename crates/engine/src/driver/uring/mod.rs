@@ -106,9 +106,19 @@ impl Uring {
     /// The entry for an operation. It points into the operation, or to its header.
     fn entry_of(&mut self, token: Token, operation: &Operation) -> squeue::Entry {
         match operation {
+            Operation::Read(transfer) if let Some(slot) = self.ring.slot_of_pages(transfer) => {
+                self.ring.on_file(&transfer.file, |file| entry::read_to_pages(file, transfer, slot))
+            }
             Operation::Read(transfer) => {
                 let slot = self.ring.slot_of(&transfer.vector);
                 self.ring.on_file(&transfer.file, |file| entry::read(file, transfer, slot))
+            }
+            Operation::Write(transfer, through)
+                if let Some(slot) = self.ring.slot_of_pages(transfer) =>
+            {
+                let flags = through.flags();
+                let entry = |file| entry::write_from_pages(file, transfer, slot, flags);
+                self.ring.on_file(&transfer.file, entry)
             }
             Operation::Write(transfer, through) => {
                 let (slot, flags) = (self.ring.slot_of(&transfer.vector), through.flags());
@@ -244,6 +254,14 @@ impl Driver for Uring {
 
     fn unregister_all_memory(&mut self) {
         self.ring.unregister_all_memory();
+    }
+
+    fn reserve_slots(&mut self, count: u16) -> io::Result<(usize, Vec<u16>)> {
+        self.ring.reserve_slots(count)
+    }
+
+    fn release_slots(&mut self, slots: Vec<u16>) {
+        self.ring.release_slots(slots);
     }
 
     fn cancel(&mut self, token: Token, _operation: &Operation) {

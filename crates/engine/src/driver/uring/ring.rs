@@ -20,7 +20,7 @@ use crate::driver::broken_wait::BrokenWait;
 use crate::driver::file::File;
 use crate::driver::fixed_files::{FileId, FileRef, FixedFiles, FixedTable};
 use crate::driver::loop_shared::LoopShared;
-use crate::driver::operation::MAX_OPERATIONS;
+use crate::driver::operation::{MAX_OPERATIONS, Transfer};
 use crate::driver::registered_buffers::BufferTable;
 use crate::driver::registrations::Registrations;
 use crate::driver::ring_restrictions::{DeviceCommands, LOOP, VectoredSlots, enable};
@@ -112,6 +112,26 @@ impl Ring {
         let can_name =
             vector.segments().len() == 1 || self.vectored_slots == VectoredSlots::Available;
         can_name.then(|| self.memory.slot_of(vector)).flatten()
+    }
+
+    /// The slot of this ring that has the transfer's bytes in the kernel's pages.
+    pub(super) fn slot_of_pages(&self, transfer: &Transfer) -> Option<u16> {
+        transfer.vector.slot_of_pages(self.number())
+    }
+
+    /// A number that no other loop's ring has.
+    fn number(&self) -> usize {
+        Arc::as_ptr(&self.shared).addr()
+    }
+
+    /// Takes slots for the kernel's pages; returns the ring's number with them.
+    pub(super) fn reserve_slots(&mut self, count: u16) -> io::Result<(usize, Vec<u16>)> {
+        Ok((self.number(), self.memory.reserve(&self.uring.submitter(), count)?))
+    }
+
+    /// Gives such slots back.
+    pub(super) fn release_slots(&mut self, slots: Vec<u16>) {
+        self.memory.release(slots);
     }
 
     /// Submits all entries, and waits for `want` completions, but no longer than `limit`.
