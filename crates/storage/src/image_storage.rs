@@ -223,6 +223,10 @@ impl Storage for ImageStorage {
         ask!(self.cached_file(range))
     }
 
+    fn takes_kernel_pages(&self) -> bool {
+        ask!(self.takes_kernel_pages())
+    }
+
     fn needs_close(&self) -> bool {
         ask!(self.needs_close())
     }

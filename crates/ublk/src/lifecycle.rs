@@ -53,6 +53,10 @@ const NEEDED: u64 =
     ublk_flag::CMD_IOCTL_ENCODE | ublk_flag::USER_RECOVERY | ublk_flag::USER_RECOVERY_REISSUE;
 /// Optional flags of a device: a driver drops flags that it does not know.
 const WISHED: u64 = ublk_flag::UPDATE_SIZE;
+/// The features of a driver whose devices may leave data in the kernel's pages. `BATCH_IO` stands
+/// for Linux 7.0: some earlier drivers use pages after the server that had them was killed (fixed
+/// by "ublk: avoid ublk_io_release() called after ublk char dev is closed").
+const NEEDED_FOR_PAGES: u64 = ublk_flag::PAGES | ublk_flag::BATCH_IO;
 
 /// The driver, and queries of the host.
 pub(crate) trait Control {
@@ -145,6 +149,8 @@ pub(crate) struct Wanted {
     pub(crate) note: u64,
     /// The parameters.
     pub(crate) parameters: Parameters,
+    /// Whether a new device shall leave data in the kernel's pages, if the driver can.
+    pub(crate) takes_pages: bool,
 }
 
 /// How a device was acquired.
@@ -184,12 +190,12 @@ pub(crate) fn note_of(image: &str) -> u64 {
 
 /// Makes the device, or takes over the existing one that waits for its server.
 pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acquired, Error> {
-    check_driver(control)?;
-    let Some(id) = wanted.id else { return add(control, wanted, ANY) };
+    let features = check_driver(control)?;
+    let Some(id) = wanted.id else { return add(control, wanted, features, ANY) };
     let mut pauses = 0;
     loop {
         let Some(info) = find(control, id)? else {
-            match add(control, wanted, id) {
+            match add(control, wanted, features, id) {
                 // The removal of the former device with this number is not complete.
                 Err(Error::Refused { cause, .. }) if is_busy(&cause) && pauses < MAX_PAUSES => {}
                 outcome => return outcome,
@@ -242,12 +248,14 @@ fn is_busy(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::ResourceBusy)
 }
 
-/// Refuses a driver that lacks a needed feature.
-pub(crate) fn check_driver(control: &mut impl Control) -> Result<(), Error> {
+/// Refuses a driver that lacks a needed feature; returns its features.
+pub(crate) fn check_driver(control: &mut impl Control) -> Result<u64, Error> {
     let mut features = [0; 8];
     match control.command(UblkCommand::GetFeatures, ANY, 0, &mut features) {
-        Ok(()) if u64::from_ne_bytes(features) & NEEDED == NEEDED => Ok(()),
-        Ok(()) => Err(Error::TooOld),
+        Ok(()) => match u64::from_ne_bytes(features) {
+            features if features & NEEDED == NEEDED => Ok(features),
+            _ => Err(Error::TooOld),
+        },
         Err(error) => match error.raw_os_error() {
             Some(errno::EINVAL | errno::EOPNOTSUPP) => Err(Error::TooOld),
             _ => Err(Error::refused("ask for features for", 0)(error)),
@@ -281,8 +289,14 @@ fn find(control: &mut impl Control, id: u32) -> Result<Option<UblkInfo>, Error> 
     }
 }
 
-/// Makes a new device.
-fn add(control: &mut impl Control, wanted: &Wanted, id: u32) -> Result<Acquired, Error> {
+/// Makes a new device, by a driver with these features.
+fn add(
+    control: &mut impl Control,
+    wanted: &Wanted,
+    features: u64,
+    id: u32,
+) -> Result<Acquired, Error> {
+    let has_pages = wanted.takes_pages && features & NEEDED_FOR_PAGES == NEEDED_FOR_PAGES;
     let info = UblkInfo {
         queues: wanted.queues,
         depth: wanted.depth,
@@ -290,7 +304,7 @@ fn add(control: &mut impl Control, wanted: &Wanted, id: u32) -> Result<Acquired,
         max_io_bytes: wanted.max_io_bytes,
         id,
         server: wanted.server,
-        flags: NEEDED | WISHED,
+        flags: NEEDED | WISHED | if has_pages { ublk_flag::PAGES } else { 0 },
         note: wanted.note,
     };
     let mut bytes = info.to_bytes();

@@ -4,6 +4,9 @@
 //! tag's memory belongs to the driver while the tag waits for a request, and to the request until
 //! its answer. The tags bound the requests in flight: memory for all tags is allocated before the
 //! first one is fetched.
+//!
+//! Where the driver can, data stays in the kernel's pages ([`KernelPages`]): a tag's memory is then
+//! used only by requests that need their data there.
 
 use std::cell::Cell;
 use std::io;
@@ -12,12 +15,12 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, Durability, Error, IoVector, Storage, errno};
-use blockhouse_disk::{Disk, ExportKind};
-use blockhouse_engine::{UblkDescriptor, UblkDevice, sleep, spawn};
+use blockhouse_core::{Buffer, Durability, Error, IoVector, KernelPages, PageUse, Storage, errno};
+use blockhouse_disk::{Disk, ExportKind, takes_kernel_pages};
+use blockhouse_engine::{UblkData, UblkDescriptor, UblkDevice, UblkPages, sleep, spawn, ublk_flag};
 
 use crate::gate::Gate;
-use crate::request::decode;
+use crate::request::{Command, decode};
 
 /// After this time all tags are treated as fetched. The driver refuses a tag only at submission,
 /// which the loop does before a timer fires.
@@ -39,12 +42,38 @@ pub(crate) trait Tags {
 
     /// Answers the request of a tag, and waits for the next.
     async fn commit(&self, tag: u16, result: i32, memory: IoVector) -> io::Result<()>;
+
+    /// The kernel's pages with the data of the tag's request; `None` if its memory has the data.
+    fn pages(&self, tag: u16) -> Option<&Arc<KernelPages>>;
+
+    /// Copies data into the pages of a tag's read, from the byte `start` on.
+    fn store(&self, tag: u16, start: usize, bytes: &[u8]) -> io::Result<()>;
 }
 
 /// One of a device's queues.
 pub(crate) struct DeviceQueue {
-    pub(crate) device: Arc<UblkDevice>,
-    pub(crate) index: u16,
+    device: Arc<UblkDevice>,
+    index: u16,
+    /// `None` if the driver copies data to the tags' memory.
+    pages: Option<UblkPages>,
+}
+
+impl DeviceQueue {
+    /// A queue of a device, for the calling thread's loop.
+    pub(crate) fn new(device: Arc<UblkDevice>, index: u16) -> Self {
+        let has_pages = device.info().flags & ublk_flag::PAGES != 0;
+        let pages = has_pages.then(|| UblkPages::new(&device, index));
+        Self { device, index, pages }
+    }
+
+    /// Where the driver shall have the data of the tag's next request. `memory` is not used for
+    /// pages.
+    fn data(&self, tag: u16, memory: IoVector) -> UblkData {
+        match &self.pages {
+            Some(pages) => pages.data(tag),
+            None => UblkData::Memory(memory),
+        }
+    }
 }
 
 impl Tags for DeviceQueue {
@@ -61,11 +90,19 @@ impl Tags for DeviceQueue {
     }
 
     async fn fetch(&self, tag: u16, memory: IoVector) -> io::Result<()> {
-        self.device.fetch(self.index, tag, memory).await
+        self.device.fetch(self.index, tag, self.data(tag, memory)).await
     }
 
     async fn commit(&self, tag: u16, result: i32, memory: IoVector) -> io::Result<()> {
-        self.device.commit(self.index, tag, result, memory).await
+        self.device.commit(self.index, tag, result, self.data(tag, memory)).await
+    }
+
+    fn pages(&self, tag: u16) -> Option<&Arc<KernelPages>> {
+        self.pages.as_ref().map(|pages| pages.of(tag))
+    }
+
+    fn store(&self, tag: u16, start: usize, bytes: &[u8]) -> io::Result<()> {
+        self.pages.as_ref().map_or(Ok(()), |pages| pages.store(tag, start, bytes))
     }
 }
 
@@ -144,12 +181,49 @@ impl<T: Tags, S: Storage> Queue<T, S> {
             Ok(command) => command,
             Err(code) => return -code,
         };
-        let (request, count) = command.into_request(|length| memory.lend_range(0, length));
+        let mut is_intact = true;
+        let (request, count) = command.into_request(|length| {
+            let vector = memory.lend_range(0, length);
+            let Some(pages) = self.tags.pages(tag) else { return vector };
+            let is_read = matches!(command, Command::Read { .. });
+            let page_use = if is_read { PageUse::Filled } else { PageUse::Stored };
+            let vector = vector.in_pages(pages, page_use);
+            // Here an error is the request's; later the disk would meet it.
+            let is_registered = descriptor.operation & UblkDescriptor::NOT_REGISTERED == 0;
+            if !is_registered || !takes_kernel_pages(self.served.disk.image()) {
+                vector.leave_pages();
+            }
+            is_intact = vector.is_intact();
+            vector
+        });
+        if !is_intact {
+            return -errno::EFAULT;
+        }
         match self.served.disk.submit_from(ExportKind::Ublk, request).await {
-            Ok(()) => count,
+            Ok(()) => match command {
+                Command::Read { length, .. } => self.store(tag, &memory.bytes()[..length]),
+                _ => count,
+            },
             Err(error) => {
                 self.log_failure(&error);
                 -error.errno()
+            }
+        }
+    }
+
+    /// Copies the data of a read into the kernel's pages, as far as it is in memory. Returns the
+    /// answer.
+    fn store(&self, tag: u16, bytes: &[u8]) -> i32 {
+        let filled = self.tags.pages(tag).and_then(|pages| pages.filled());
+        let Some(start) = filled.filter(|start| *start < bytes.len()) else {
+            return bytes.len() as i32;
+        };
+        match self.tags.store(tag, start, &bytes[start..]) {
+            Ok(()) => bytes.len() as i32,
+            Err(error) => {
+                let disk = self.served.disk.name();
+                tracing::warn!(disk, "cannot hand the data of a read to the kernel: {error}");
+                -errno::EIO
             }
         }
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use blockhouse_core::{Storage, errno, rare};
-use blockhouse_disk::{ClientGuard, Disk, ExportKind};
+use blockhouse_disk::{ClientGuard, Disk, ExportKind, takes_kernel_pages};
 use blockhouse_engine::{Handle, Submission, UblkControl, UblkDevice, UblkInfo, ublk_flag};
 use parking_lot::Mutex;
 
@@ -45,7 +45,7 @@ pub struct DeviceOptions {
 /// # Errors
 /// The reason why it cannot: no driver, an old driver, or no rights.
 pub fn check_driver() -> Result<(), Error> {
-    lifecycle::check_driver(&mut UblkControl::open().map_err(Error::opening)?)
+    lifecycle::check_driver(&mut UblkControl::open().map_err(Error::opening)?).map(drop)
 }
 
 /// A device whose queues wait for requests. A new device has no block device yet.
@@ -173,6 +173,7 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
             server: own_process(),
             note: note_of(&options.image),
             parameters: Parameters::of(disk, MAX_IO_BYTES),
+            takes_pages: takes_kernel_pages(disk.image()),
         };
         let acquired = lifecycle::acquire(&mut control, &wanted)?;
         let (device, queues, is_started) = (None, Vec::new(), false);
@@ -180,6 +181,10 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         let device = UblkDevice::open(&mut owner.control, acquired.id);
         let device = Arc::new(device.map_err(|error| why_not_open(&acquired, error))?);
         let info = *device.info();
+        if info.flags & ublk_flag::PAGES != 0 {
+            let (disk, id) = (disk.name(), info.id);
+            tracing::info!(disk, "/dev/ublkb{id} moves data without a copy");
+        }
         let end = Arc::<UnexpectedEnd>::default();
         let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters, &end);
         (owner.device, owner.queues) = (Some(device), queues);
@@ -239,12 +244,12 @@ fn spawn_queues<S: Storage + Send + Sync>(
     let (sender, fetched) = channel();
     let durability = parameters.durability();
     let spawn = |(index, event_loop): (u16, &Handle)| {
-        let tags = DeviceQueue { device: Arc::clone(device), index };
+        let device = Arc::clone(device);
         let gate = Arc::<Gate>::default();
         let served = Served { disk: Arc::clone(disk), durability, gate: Arc::clone(&gate) };
         let (fetched, unexpected) = (sender.clone(), Arc::clone(unexpected));
         let serve = move || async move {
-            rare(queue::run(tags, served, fetched)).await;
+            rare(queue::run(DeviceQueue::new(device, index), served, fetched)).await;
             unexpected.queue_has_ended();
         };
         Queue { gate, end: event_loop.spawn(serve) }

@@ -608,6 +608,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
         self.storage.cached_file(range)
     }
 
+    fn takes_kernel_pages(&self) -> bool {
+        self.storage.takes_kernel_pages()
+    }
+
     fn needs_close(&self) -> bool {
         self.storage.needs_close()
     }

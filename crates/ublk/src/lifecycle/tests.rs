@@ -189,6 +189,7 @@ fn wanted(id: Option<u32>) -> Wanted {
         server: OWN,
         note: note_of("/image"),
         parameters: parameters(SIZE),
+        takes_pages: true,
     }
 }
 
@@ -293,6 +294,21 @@ fn a_size_that_changed_is_followed_or_refused() {
     driver.device(3).expect("it is there").info.flags |= ublk_flag::UPDATE_SIZE;
     let acquired = acquire(&mut driver, &longer).expect("it can follow");
     assert_eq!(acquired.parameters.size, SIZE);
+}
+
+#[test]
+fn a_new_device_leaves_data_in_the_pages_if_disk_and_driver_can() {
+    let flags = |features: u64, takes_pages| {
+        let mut driver = FakeDriver { features: NEEDED | features, ..FakeDriver::new() };
+        let wanted = Wanted { takes_pages, ..wanted(None) };
+        let acquired = acquire(&mut driver, &wanted).expect("a device");
+        driver.device(acquired.id).expect("it is there").info.flags & ublk_flag::PAGES
+    };
+    assert_eq!(flags(NEEDED_FOR_PAGES, true), ublk_flag::PAGES);
+    assert_eq!(flags(NEEDED_FOR_PAGES, false), 0);
+    assert_eq!(flags(ublk_flag::PAGES, true), 0, "Linux 6.16");
+    // Linux 6.12 has only this one.
+    assert_eq!(flags(ublk_flag::USER_COPY, true), 0);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::sync::Mutex;
 use std::sync::mpsc::channel;
 use std::task::{Poll, Waker};
 
@@ -23,6 +24,9 @@ const WRITE_ZEROES: u32 = 5;
 /// The result of a tag's request, and the tag's memory.
 type Answer = (i32, Vec<u8>);
 
+/// The bytes in the kernel's pages.
+type PageBytes = Arc<Mutex<Vec<u8>>>;
+
 /// The kernel's side of a tag.
 #[derive(Default)]
 struct Tag {
@@ -32,6 +36,21 @@ struct Tag {
     has_request: bool,
     waiter: Option<Waker>,
     answers: VecDeque<Answer>,
+    /// The pages of its requests, if their data stays there, and the bytes in them.
+    pages: Option<(Arc<KernelPages>, PageBytes)>,
+}
+
+impl Tag {
+    /// A tag whose data stays in pages. The server can copy them if `can_copy`.
+    fn with_pages(can_copy: bool) -> Self {
+        let bytes = PageBytes::default();
+        let source = Arc::clone(&bytes);
+        let copy_out = move |memory: &mut [u8]| {
+            memory.copy_from_slice(&source.lock().expect("no panic")[..memory.len()]);
+            can_copy
+        };
+        Self { pages: Some((Arc::new(KernelPages::new(None, copy_out)), bytes)), ..Self::default() }
+    }
 }
 
 #[derive(Default)]
@@ -43,11 +62,19 @@ struct Kernel {
     gate: Arc<Gate>,
 }
 
-struct FakeTags(Rc<Kernel>);
+/// The kernel, and the pages of its tags.
+struct FakeTags(Rc<Kernel>, Vec<Option<Arc<KernelPages>>>);
+
+impl FakeTags {
+    fn of(kernel: &Rc<Kernel>) -> Self {
+        let pages = |tag: &Tag| tag.pages.as_ref().map(|(pages, _)| Arc::clone(pages));
+        Self(Rc::clone(kernel), kernel.tags.borrow().iter().map(pages).collect())
+    }
+}
 
 impl Kernel {
-    fn new() -> Rc<Self> {
-        let tags = (0..DEPTH).map(|_| Tag::default()).collect();
+    fn new(tag: fn() -> Tag) -> Rc<Self> {
+        let tags = (0..DEPTH).map(|_| tag()).collect();
         Rc::new(Self { tags: RefCell::new(tags), ..Self::default() })
     }
 
@@ -88,7 +115,10 @@ impl Kernel {
             tag.has_request = false;
             let mut bytes = tag.data.clone();
             bytes.resize(MEMORY, 0xee);
-            memory.copy_from(&bytes);
+            match &tag.pages {
+                Some((_, pages)) => *pages.lock().expect("no panic") = bytes,
+                None => memory.copy_from(&bytes),
+            }
             Poll::Ready(Ok(()))
         })
         .await
@@ -115,8 +145,22 @@ impl Tags for FakeTags {
     async fn commit(&self, tag: u16, result: i32, memory: IoVector) -> io::Result<()> {
         let mut bytes = vec![0; memory.len()];
         memory.copy_to(&mut bytes);
+        if let Some((_, pages)) = &self.0.tags.borrow()[usize::from(tag)].pages {
+            bytes.clone_from(&pages.lock().expect("no panic"));
+        }
         self.0.tags.borrow_mut()[usize::from(tag)].answers.push_back((result, bytes));
         self.0.next(tag, memory).await
+    }
+
+    fn pages(&self, tag: u16) -> Option<&Arc<KernelPages>> {
+        self.1[usize::from(tag)].as_ref()
+    }
+
+    fn store(&self, tag: u16, start: usize, bytes: &[u8]) -> io::Result<()> {
+        let tags = self.0.tags.borrow();
+        let (_, pages) = tags[usize::from(tag)].pages.as_ref().expect("a tag with pages");
+        pages.lock().expect("no panic")[start..start + bytes.len()].copy_from_slice(bytes);
+        Ok(())
     }
 }
 
@@ -127,15 +171,20 @@ fn served<S: Storage>(disk: &Arc<Disk<S>>, kernel: &Kernel) -> Served<S> {
 
 /// Runs `guest` against a queue of a new disk, on the best engine of this host.
 fn with_queue<F: Future<Output = ()>>(guest: impl FnOnce(Rc<Kernel>) -> F) {
+    with_queue_of(Tag::default, guest);
+}
+
+/// As [`with_queue`], with tags that `tag` makes.
+fn with_queue_of<F: Future<Output = ()>>(tag: fn() -> Tag, guest: impl FnOnce(Rc<Kernel>) -> F) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("disk.img");
     let mut event_loop = EventLoop::new(EngineChoice::Auto).expect("a loop");
     event_loop.block_on(async {
         create(&path, SIZE, ImageFormat::Raw).await.expect("an image");
         let disk = Arc::new(open(&path, ImageOptions::default()).await.expect("a disk"));
-        let (kernel, (sender, fetched)) = (Kernel::new(), channel());
+        let (kernel, (sender, fetched)) = (Kernel::new(tag), channel());
         let served = served(&disk, &kernel);
-        let queue = spawn(run(FakeTags(Rc::clone(&kernel)), served, sender));
+        let queue = spawn(run(FakeTags::of(&kernel), served, sender));
         guest(Rc::clone(&kernel)).await;
         kernel.stop();
         queue.await;
@@ -151,28 +200,47 @@ fn at(operation: u32, start_sector: u64, sectors: u32) -> UblkDescriptor {
 
 #[test]
 fn tags_are_served_side_by_side_with_their_own_bytes() {
-    with_queue(|kernel| async move {
-        for round in 0..3_u8 {
-            for tag in 0..DEPTH {
-                let data = [round * 16 + tag as u8 + 1; 4096];
-                let write = at(WRITE, u64::from(tag) * 8, 8);
-                let (result, _) = kernel.request(tag, write, &data).await;
-                assert_eq!(result, 4096);
-            }
-            for tag in 0..DEPTH {
-                // A tag other than the one that wrote.
-                let read = at(READ, u64::from((tag + 1) % DEPTH) * 8, 8);
-                let (result, bytes) = kernel.request(tag, read, &[]).await;
-                assert_eq!(result, 4096);
-                let expected = round * 16 + ((tag + 1) % DEPTH) as u8 + 1;
-                assert!(bytes[..4096].iter().all(|byte| *byte == expected));
-                assert!(bytes[4096..].iter().all(|byte| *byte == 0xee), "beyond the request");
-            }
+    with_queue(serve_side_by_side);
+}
+
+#[test]
+fn data_in_the_kernels_pages_is_taken_from_there_and_left_there() {
+    with_queue_of(|| Tag::with_pages(true), serve_side_by_side);
+}
+
+#[test]
+fn a_write_whose_pages_cannot_be_copied_fails_and_stores_nothing() {
+    with_queue_of(
+        || Tag::with_pages(false),
+        |kernel| async move {
+            assert_eq!(kernel.request(0, at(WRITE, 0, 8), &[1; 4096]).await.0, -errno::EFAULT);
+            let (result, bytes) = kernel.request(1, at(READ, 0, 8), &[]).await;
+            assert!(result == 4096 && bytes[..4096].iter().all(|byte| *byte == 0));
+        },
+    );
+}
+
+async fn serve_side_by_side(kernel: Rc<Kernel>) {
+    for round in 0..3_u8 {
+        for tag in 0..DEPTH {
+            let data = [round * 16 + tag as u8 + 1; 4096];
+            let write = at(WRITE, u64::from(tag) * 8, 8);
+            let (result, _) = kernel.request(tag, write, &data).await;
+            assert_eq!(result, 4096);
         }
-        assert_eq!(kernel.request(0, at(WRITE_ZEROES, 0, 8), &[]).await.0, 0);
-        let (result, bytes) = kernel.request(1, at(READ, 0, 8), &[]).await;
-        assert!(result == 4096 && bytes[..4096].iter().all(|byte| *byte == 0));
-    });
+        for tag in 0..DEPTH {
+            // A tag other than the one that wrote.
+            let read = at(READ, u64::from((tag + 1) % DEPTH) * 8, 8);
+            let (result, bytes) = kernel.request(tag, read, &[]).await;
+            assert_eq!(result, 4096);
+            let expected = round * 16 + ((tag + 1) % DEPTH) as u8 + 1;
+            assert!(bytes[..4096].iter().all(|byte| *byte == expected));
+            assert!(bytes[4096..].iter().all(|byte| *byte == 0xee), "beyond the request");
+        }
+    }
+    assert_eq!(kernel.request(0, at(WRITE_ZEROES, 0, 8), &[]).await.0, 0);
+    let (result, bytes) = kernel.request(1, at(READ, 0, 8), &[]).await;
+    assert!(result == 4096 && bytes[..4096].iter().all(|byte| *byte == 0));
 }
 
 #[test]
@@ -214,10 +282,10 @@ fn a_driver_that_refuses_tags_ends_the_queue_and_says_why() {
     event_loop.block_on(async {
         create(&path, SIZE, ImageFormat::Raw).await.expect("an image");
         let disk = Arc::new(open(&path, ImageOptions::default()).await.expect("a disk"));
-        let (kernel, (sender, fetched)) = (Kernel::new(), channel());
+        let (kernel, (sender, fetched)) = (Kernel::new(Tag::default), channel());
         kernel.refusal.set(Some(errno::EINVAL));
         let served = served(&disk, &kernel);
-        run(FakeTags(Rc::clone(&kernel)), served, sender).await;
+        run(FakeTags::of(&kernel), served, sender).await;
         let error = fetched.recv().expect("it tells").expect_err("it was refused");
         assert_eq!(error.raw_os_error(), Some(errno::EINVAL));
         assert!(fetched.recv().is_err(), "it tells once");
