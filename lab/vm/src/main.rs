@@ -91,6 +91,8 @@ pub enum Scenario {
     /// The cost of the ublk driver, on two kernels: system calls for each request, the time until
     /// the first read
     UblkCosts,
+    /// Data of a ublk device that stays in the kernel's pages, on two kernels
+    UblkPages,
     /// A ublk device that the kernel serves by NVMe/TCP, on two kernels
     UblkNvme,
     /// The ublk driver in the hands of users who do what they should not, a size that changes
@@ -188,6 +190,7 @@ fn run_one(workspace: &Workspace, base: &Base, scenario: Scenario, cli: &Cli) ->
             let optimized = cli.optimized.then(|| base.optimized(workspace)).transpose();
             optimized.and_then(|archive| scenarios::ublk_costs(base, archive.as_deref()))
         }
+        Scenario::UblkPages => scenarios::ublk_pages(base),
         Scenario::UblkNvme => scenarios::ublk_nvme(base),
         Scenario::UblkHostile => scenarios::ublk_hostile(base),
         Scenario::AttachNbd => scenarios::attach_nbd(base),

@@ -75,16 +75,19 @@ pub fn nbd(base: &Base) -> Result<()> {
 }
 
 /// The kernel's ublk driver on our server, which is killed and upgraded as `changes` say, and the
-/// requests to the disk below.
+/// requests to the disk below, on both kernels: the newer one leaves data in its pages.
 pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
     let Changes { kills, upgrades } = changes;
-    for format in ["raw", "qcow2"] {
-        let disks = Disks::new(base)?;
-        let mut machine = Machine::new(base, 1536)?;
-        machine.tools(Tools::WithFio);
-        machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
-        let command = format!("lab-vm in-guest ublk disk {format} {kills} {upgrades}");
-        passed(machine.run(&command, TIMEOUT)?)?;
+    for kernel in base.kernels()? {
+        println!("  {kernel:?} kernel:");
+        for format in ["raw", "qcow2"] {
+            let disks = Disks::new(base)?;
+            let mut machine = Machine::new(base, 1536)?;
+            machine.kernel(kernel).tools(Tools::WithFio);
+            machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
+            let command = format!("lab-vm in-guest ublk disk {format} {kills} {upgrades}");
+            passed(machine.run(&command, TIMEOUT)?)?;
+        }
     }
     Ok(())
 }
@@ -105,6 +108,19 @@ pub fn ublk_costs(base: &Base, optimized: Option<&[u8]>) -> Result<()> {
             let command = format!("lab-vm in-guest ublk-costs disk {format}");
             passed(machine.run(&command, TIMEOUT)?)?;
         }
+    }
+    Ok(())
+}
+
+/// How the data of a ublk device moves, on both kernels.
+pub fn ublk_pages(base: &Base) -> Result<()> {
+    for kernel in base.kernels()? {
+        println!("  {kernel:?} kernel:");
+        let disks = Disks::new(base)?;
+        let mut machine = Machine::new(base, 1536)?;
+        machine.kernel(kernel);
+        machine.disk(Bus::Virtio, "disk", &disks.empty("disk", DISK)?);
+        passed(machine.run("lab-vm in-guest ublk-pages disk", PROGRAMS_TIMEOUT)?)?;
     }
     Ok(())
 }

@@ -32,6 +32,7 @@ pub mod ublk;
 pub mod ublk_costs;
 pub mod ublk_hostile;
 pub mod ublk_nvme;
+pub mod ublk_pages;
 pub mod ublk_size;
 pub mod ublk_user;
 pub mod units;
@@ -106,6 +107,11 @@ pub enum Task {
         disk: String,
         /// The format
         format: String,
+    },
+    /// Count how the data of a ublk device moves, and compare it
+    UblkPages {
+        /// The disk that the images lie on
+        disk: String,
     },
     /// Serve ublk devices by NVMe/TCP
     UblkNvme,
@@ -185,6 +191,7 @@ pub fn run(task: Task) -> Result<()> {
             ublk::run(&disk, &format, Changes { kills, upgrades })
         }
         Task::UblkCosts { disk, format } => ublk_costs::run(&disk, &format),
+        Task::UblkPages { disk } => ublk_pages::run(&disk),
         Task::UblkNvme => ublk_nvme::run(),
         Task::AttachNbd => attach_nbd::run(),
         Task::UblkHostile => ublk_hostile::run(),

@@ -108,22 +108,53 @@ pub fn count_synced(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Co
 
 /// How often threads of this name call `io_uring_enter` while `work` runs.
 pub fn count_enters(thread: &str, work: impl FnOnce() -> Result<()>) -> Result<u64> {
-    let file = |name: &str| Path::new(TRACING).join(name);
-    let event = |name: &str| file("events/raw_syscalls/sys_enter").join(name);
+    let of_thread = format!("common_pid == {}", pid_of(thread)?);
+    count_events(SYSTEM_CALL, &format!("id == {IO_URING_ENTER} && {of_thread}"), work)
+}
+
+/// How a server's data moves between the requests of a ublk device and the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moves {
+    /// Transfers of a ring that name a slot of its table: the kernel's pages.
+    pub by_pages: u64,
+    /// System calls that copy data between the pages and the server's memory.
+    pub copies: u64,
+}
+
+/// Counts the moves of the server whose loop has a thread of this name, while `work` runs.
+pub fn count_moves(thread: &str, work: impl FnOnce() -> Result<()>) -> Result<Moves> {
+    let of_thread = format!("common_pid == {}", pid_of(thread)?);
+    let fixed = format!("(opcode == {READ_FIXED} || opcode == {WRITE_FIXED}) && {of_thread}");
+    let calls = format!("(id == {PREAD} || id == {PWRITE}) && {of_thread}");
+    let mut by_pages = 0;
+    let copies = count_events(SYSTEM_CALL, &calls, || {
+        by_pages = count_events("io_uring/io_uring_submit_req", &fixed, work)?;
+        Ok(())
+    })?;
+    Ok(Moves { by_pages, copies })
+}
+
+/// How often an event for which `condition` holds occurs while `work` runs.
+fn count_events(event: &str, condition: &str, work: impl FnOnce() -> Result<()>) -> Result<u64> {
+    let event = Path::new(TRACING).join("events").join(event);
     // The kernel counts in a histogram, so no event is lost.
-    let pid = pid_of(thread)?;
-    let histogram =
-        format!("hist:keys=common_pid if id == {IO_URING_ENTER} && common_pid == {pid}");
-    system::write(event("trigger"), &histogram)?;
+    let histogram = format!("hist:keys=common_pid if {condition}");
+    system::write(event.join("trigger"), &histogram)?;
     let outcome = work();
-    let counts = system::read(&event("hist"));
-    system::write(event("trigger"), &format!("!{histogram}"))?;
+    let counts = system::read(&event.join("hist"));
+    system::write(event.join("trigger"), &format!("!{histogram}"))?;
     outcome?;
     counts.map(|counts| hits(&counts))
 }
 
-/// The number of `io_uring_enter` (`<asm/unistd.h>`).
+const SYSTEM_CALL: &str = "raw_syscalls/sys_enter";
+/// Numbers of system calls (`<asm/unistd.h>`).
 const IO_URING_ENTER: u32 = 426;
+const PREAD: u32 = 17;
+const PWRITE: u32 = 18;
+/// `IORING_OP_READ_FIXED` and `IORING_OP_WRITE_FIXED` (`<linux/io_uring.h>`).
+const READ_FIXED: u32 = 4;
+const WRITE_FIXED: u32 = 5;
 
 /// The thread of this name.
 fn pid_of(thread: &str) -> Result<u32> {
