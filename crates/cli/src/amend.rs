@@ -22,7 +22,7 @@ use key_slots::KeySlotOption;
 
 mod key_slots;
 
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::ImageOptsArgs;
 use crate::open_args::{OpenArgs, TargetCacheArgs};
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};

@@ -63,6 +63,9 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let named = arguments.image_opts.resolve_to_commit(&arguments.image, arguments.format)?;
     let options = arguments.target_cache.apply(arguments.open.change_named(&named)?);
     let Named { path: image, format, backing, .. } = named;
+    if arguments.base.is_some() && backing.is_some() {
+        bail!("{}: the base is given twice; leave -b or backing.* out", image.display());
+    }
     // The image names the base, unless the user does.
     if format.is_none() && options.format.is_some() && arguments.base.is_none() {
         bail!(

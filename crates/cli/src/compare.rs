@@ -10,15 +10,13 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_core::rare;
-use blockhouse_disk::{
-    CompareJob, ImageDisk, ImageFormat, ImageOptions, Locking, first_status_difference, open,
-};
+use blockhouse_disk::{CompareJob, ImageDisk, ImageFormat, first_status_difference, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::{Value, json};
 
 use crate::called_as;
 use crate::image_args::OutputArgs;
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::ImageOptsArgs;
 use crate::json_text;
 use crate::open_args::{OpenArgs, SourceCacheArgs, name_format_option};
 use crate::output;

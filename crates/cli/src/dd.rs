@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use blockhouse_config::size;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{ImageFormat, ImageOptions, Locking, behind_links, open};
+use blockhouse_disk::{ImageFormat, behind_links, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewForeignOptions;
 
@@ -17,7 +17,7 @@ use crate::called_as;
 use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec, copy};
 use crate::create::{whole_sectors, wrong_usage};
 use crate::foreign_target::{ForeignTarget, sector_of_copy};
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::ImageOptsArgs;
 use crate::open_args::{OpenArgs, name_format_option};
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};

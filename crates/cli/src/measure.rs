@@ -10,9 +10,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use blockhouse_config::size;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{
-    Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind,
-};
+use blockhouse_disk::{Bitmap, BlockStatusCache, ImageDisk, ImageFormat, MapEntryKind};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewLuks;
 use blockhouse_format::qcow2::{CreateOptions, NewEncryption, Preallocation, Version};
@@ -22,7 +20,7 @@ use crate::create::{chosen_encryption, wrong_usage};
 use crate::create_options::{self, ChosenEncryption, Settings};
 use crate::create_setting::Setting;
 use crate::image_args::OutputArgs;
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::ImageOptsArgs;
 use crate::json_text;
 use crate::open_args::OpenArgs;
 use crate::output;

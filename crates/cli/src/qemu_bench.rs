@@ -8,11 +8,11 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use blockhouse_config::size;
 use blockhouse_core::{Buffer, Durability, Request, rare};
-use blockhouse_disk::{ImageDisk, ImageFormat, ImageOptions, Locking, open};
+use blockhouse_disk::{ImageDisk, ImageFormat, open};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 use futures_util::future::try_join_all;
 
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::ImageOptsArgs;
 use crate::open_args::{OpenArgs, TargetCacheArgs};
 use crate::output;
 

@@ -14,7 +14,7 @@ use blockhouse_format::SpaceMode;
 use crate::called_as;
 use crate::create::allocate_first_block;
 use crate::create_options;
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::ImageOptsArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};

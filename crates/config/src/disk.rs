@@ -184,10 +184,7 @@ impl DiskConfig {
     /// # Errors
     /// A text that describes the contradiction.
     pub fn checked(self) -> Result<Self, String> {
-        [&self.path]
-            .into_iter()
-            .chain(&self.data_file)
-            .try_for_each(|path| check_image_name(path))?;
+        self.images().try_for_each(|path| check_image_name(path))?;
         let named = self.allow_paths.iter().chain(&self.key_files).chain(&self.passphrase_files);
         named.chain(&self.bitmaps_in).try_for_each(|path| check_absolute(path))?;
         if self.trust_bitmaps && self.bitmaps_in.is_none() {
@@ -225,6 +222,17 @@ impl DiskConfig {
     /// The disk's unique name.
     pub fn name(&self) -> &str {
         self.name.as_deref().unwrap_or_default()
+    }
+
+    /// The names of the image, and of the data file that the user gives it.
+    pub fn images(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.path].into_iter().chain(&self.data_file)
+    }
+
+    /// The description of the same disk after a job has moved it to another image.
+    #[must_use]
+    pub fn moved_to(self, path: PathBuf, format: ImageFormat, cache: CacheMode) -> Self {
+        Self { path, format: Some(format), cache, data_file: None, ..self }
     }
 
     /// The access that `read-only` allows. A disk at a snapshot is read-only in any case.

@@ -282,16 +282,23 @@ fn take_data_file(
     }
     if let Some(mut file) = given.some_object_or_text("data-file")? {
         let below = Asked::take(&mut file)?;
-        if !FILES.contains(&below.driver) || below.name.is_some() {
+        if !FILES.contains(&below.driver) || below.name.is_some() || !below.is_active {
             let why = "A data file is an object with a file's driver and without 'node-name' here";
+            return Err(QmpError::generic(why));
+        }
+        if below.is_read_only && !asked.is_read_only {
+            let why = "The data file of an image that may be changed cannot be read-only";
             return Err(QmpError::generic(why));
         }
         return below.end_file(context, file).map(Some);
     }
     let Some(node) = given.some_text("data-file")? else { return Ok(None) };
     let disk = context.running.disks().get(&context.disk(&node)?).map_err(QmpError::failed)?;
-    if disk.disk.image().image_format_name() != "raw" {
-        let why = format!("Node '{node}' is no raw disk: it cannot be the data file of an image");
+    let is_whole = disk.setup.part.is_none() && disk.setup.snapshot.is_none();
+    if disk.disk.image().image_format_name() != "raw" || !is_whole {
+        let why = format!(
+            "Node '{node}' is no raw disk of a whole file: it cannot be the data file of an image"
+        );
         return Err(QmpError::generic(why));
     }
     if !asked.is_read_only || !disk.setup.is_read_only() {
@@ -413,7 +420,9 @@ fn check_as_named(upper: &RunningDisk, below: &RunningDisk, backing: &str) -> Re
     let named = upper.disk.image().backing_file().and_then(|named| named.format.clone());
     let is_format = named.is_none_or(|format| format == image.image_format_name());
     let is_cut = below.setup.without_backing && image.backing_file().is_some();
-    if is_format && !is_cut {
+    // In the upper image's chain the lower image has the data file that it names.
+    let has_other_data = below.setup.data_file.is_some();
+    if is_format && !is_cut && !has_other_data {
         return Ok(());
     }
     Err(QmpError::generic(format!(

@@ -74,6 +74,10 @@ fn check_exports(context: &Context, name: &str, disk: &str) -> Result<(), QmpErr
 fn check_below(context: &Context, name: &str, given: &mut Arguments) -> Result<(), QmpError> {
     let rest = given.rest();
     let below = context.state.borrow().file_of(name);
+    if rest.get("data-file").is_some_and(|data| !data.is_null()) {
+        let why = format!("Node '{name}' stays on its data file: leave 'data-file' out");
+        return Err(QmpError::generic(why));
+    }
     match rest.get("file") {
         Some(Value::String(file)) if *file != below => {
             if context.has_node(file) {

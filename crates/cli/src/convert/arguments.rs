@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_config::size;
-use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links};
+use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, behind_links};
 
 use crate::called_as;
 use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
@@ -13,7 +13,7 @@ use crate::create::{chosen_encryption, wrong_usage};
 use crate::create_options::{self, Settings};
 use crate::create_setting::Setting;
 use crate::formatting;
-use crate::image_opts::{ImageOptsArgs, Named};
+use crate::image_opts::ImageOptsArgs;
 use crate::open_args::{OpenArgs, SourceCacheArgs, name_format_option};
 use crate::progress::ProgressArgs;
 use crate::rate::RateArgs;

@@ -365,9 +365,7 @@ impl OfferedDisk {
             DiskConfig { allow_paths: Vec::new(), allow_remote: false, ..self.setup.clone() };
         match self.earlier.moved.clone() {
             None => setup,
-            Some(Moved { path, format, cache }) => {
-                DiskConfig { path, format: Some(format), cache, data_file: None, ..setup }
-            }
+            Some(Moved { path, format, cache }) => setup.moved_to(path, format, cache),
         }
     }
 }

@@ -240,13 +240,20 @@ fn check_layers(service: &Service) -> Result<()> {
 }
 
 /// Refuses if a backup runs: only this process knows the content of its disks at the moment of the
-/// backup.
+/// backup. An export with copies of bitmaps is refused, too.
 fn check_backups(service: &Service) -> Result<()> {
-    match service.running().backups().list().first() {
-        None => Ok(()),
-        Some(backup) => bail!(
+    if let Some(backup) = service.running().backups().list().first() {
+        bail!(
             "the backup {:?} goes on, and cannot be handed over; end it first ('blockhouse ctl SOCKET backup end')",
             backup.name
+        );
+    }
+    let exports = service.running().exports().list();
+    match exports.iter().find(|export| export.has_copied_bitmaps) {
+        None => Ok(()),
+        Some(export) => bail!(
+            "{} offers bitmaps of another disk, and cannot be handed over; remove it first ('blockhouse ctl SOCKET unexport')",
+            export.address
         ),
     }
 }

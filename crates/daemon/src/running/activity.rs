@@ -33,8 +33,7 @@ impl Running {
             let mut setup =
                 DiskConfig { is_inactive: !is_active, create: None, ..disk.setup.clone() };
             if let Some(moved) = disk.moved() {
-                (setup.path, setup.format, setup.cache) =
-                    (moved.path, Some(moved.format), moved.cache);
+                setup = setup.moved_to(moved.path, moved.format, moved.cache);
             }
             let state = self.state_use(&setup)?;
             reopen(&disk.disk, open_disk_with(&setup, &state, Secrets::of(&disk.disk))).await?;

@@ -44,7 +44,12 @@ impl ExportList {
         let mut list = self.state.lock();
         let address = ExportAddress::VhostUser(path);
         let options = ExportOptions { access, ..ExportOptions::default() };
-        list.exports.push(RunningExport { address, disk: name.clone(), options });
+        list.exports.push(RunningExport {
+            address,
+            disk: name.clone(),
+            options,
+            has_copied_bitmaps: false,
+        });
         list.devices.push(Arc::new(RunningDevice { disk: name, access, served, frontends }));
         Ok(())
     }

@@ -90,6 +90,11 @@ impl RunningDisk {
         self.setup.bitmaps.iter().any(|offered| offered == name)
     }
 
+    /// Whether NBD clients may request copies of bitmaps, made when an export was added.
+    pub(super) fn has_copied_bitmaps(&self) -> bool {
+        self.bitmaps.iter().any(|bitmap| matches!(bitmap, ExportBitmap::Fixed { .. }))
+    }
+
     /// Refuses to remove a bitmap that NBD clients may request.
     pub(crate) fn check_bitmap_unused(&self, name: &str) -> Result<()> {
         if self.offers_bitmap(name) {

@@ -176,10 +176,12 @@ impl Running {
         }
         // The checks come before an image is made.
         self.disks.check_limits(&setup.limits)?;
-        self.sandbox().check_image(&setup.path)?;
-        // Without this check, opening a file there fails later, with an error of the kernel that
+        // Without these checks, opening a file there fails later, with an error of the kernel that
         // does not name the sandbox.
-        setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
+        setup
+            .images()
+            .chain(&setup.allow_paths)
+            .try_for_each(|path| self.sandbox().check_image(path))?;
         let named = setup.bitmaps_in.iter().chain(&setup.key_files).chain(&setup.passphrase_files);
         named.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;

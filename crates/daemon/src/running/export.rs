@@ -25,6 +25,8 @@ pub struct RunningExport {
     pub disk: String,
     /// Its options.
     pub options: ExportOptions,
+    /// Whether its clients may query copies of bitmaps, which only this process has.
+    pub(crate) has_copied_bitmaps: bool,
 }
 
 /// A listening socket of NBD clients.

@@ -90,7 +90,7 @@ fn plan<'a>(
     setup: &ForkDiskParams,
 ) -> Result<ForkOf<'a>> {
     running.check_free(disk.name())?;
-    check_no_snapshot(disk)?;
+    check_by_name(disk)?;
     let overlay = match (&setup.overlay, disk.setup.access()) {
         (Some(_), Access::ReadOnly) => bail!(
             "the disk {:?} is read-only, and goes on as it is: leave the overlay out, and name children",
@@ -120,7 +120,15 @@ fn plan<'a>(
     Ok(ForkOf { disk, options, overlay, is_overlay_made, may_share_layer, children })
 }
 
-fn check_no_snapshot(disk: &RunningDisk) -> Result<()> {
+/// Refuses a disk that an overlay would not find again by the name of its image.
+fn check_by_name(disk: &RunningDisk) -> Result<()> {
+    if disk.setup.data_file.is_some() {
+        bail!(
+            "the disk {:?} has a data file that its image does not name, and an overlay would have the other one: store \
+             the name (amend -o data_file=PATH)",
+            disk.name()
+        );
+    }
     if disk.setup.snapshot.is_some() {
         bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
     }
@@ -153,7 +161,7 @@ async fn clone_in_ceph(
 ) -> Result<ForkReport> {
     let mut plans = Vec::with_capacity(disks.len());
     for (disk, setup) in disks.iter().zip(setups) {
-        check_no_snapshot(disk)?;
+        check_by_name(disk)?;
         if setup.overlay.is_some() {
             bail!(
                 "the disk {:?} is in Ceph and goes on in its image: leave the overlay out, and name children",

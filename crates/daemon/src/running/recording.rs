@@ -65,7 +65,8 @@ fn opened_as_raw(running: &Running, disk: &RunningDisk) -> Result<(PathBuf, Imag
         None => (setup.path.clone(), setup.cache),
     };
     let usual = image_options(setup, &running.state_use(setup)?, Secrets::of(&disk.disk))?;
-    Ok((path, ImageOptions { format: Some(ImageFormat::Raw), cache, ..usual }))
+    let format = Some(ImageFormat::Raw);
+    Ok((path, ImageOptions { format, cache, data_file: None, ..usual }))
 }
 
 /// Renews the voucher of a raw disk's side file periodically, as long as the disk is open.

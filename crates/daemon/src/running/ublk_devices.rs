@@ -35,7 +35,12 @@ impl ExportList {
         let disk = disk.name().to_owned();
         let mut list = self.state.lock();
         let (address, options) = (ExportAddress::Ublk(id), ExportOptions::default());
-        list.exports.push(RunningExport { address, disk: disk.clone(), options });
+        list.exports.push(RunningExport {
+            address,
+            disk: disk.clone(),
+            options,
+            has_copied_bitmaps: false,
+        });
         list.ublk.push(Arc::new(RunningUblk { disk, server }));
         Ok(())
     }

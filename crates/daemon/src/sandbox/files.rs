@@ -11,6 +11,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::metrics_address::MetricsAddress;
 use blockhouse_config::server::StateSetup;
 use blockhouse_config::setup::Setup;
@@ -110,8 +111,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
         Some(TlsFiles::Psk(file)) => all.add(parent(file), reading()),
         None => {}
     }
-    let names =
-        setup.disks.iter().flat_map(|disk| [&disk.path].into_iter().chain(&disk.allow_paths));
+    let names = setup.disks.iter().flat_map(|disk| disk.images().chain(&disk.allow_paths));
     for path in names.filter_map(|name| files_to_connect(name)) {
         all.add(path, reading());
     }
@@ -209,7 +209,8 @@ impl FileRules {
 
 /// The folders of the images and of their side files, and the paths that images may name.
 fn places(setup: &Setup) -> Vec<PathBuf> {
-    let images = setup.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
+    let images = setup.disks.iter().flat_map(DiskConfig::images);
+    let images = images.filter_map(|name| match Location::of(name) {
         Ok(Location::File(path)) => Some(place_of_image(path)),
         _ => None,
     });
@@ -343,8 +344,8 @@ fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
         return None;
     }
     let mut ports = Vec::new();
-    for disk in &setup.disks {
-        match Location::of(&disk.path) {
+    for name in setup.disks.iter().flat_map(DiskConfig::images) {
+        match Location::of(name) {
             Ok(Location::File(_) | Location::Null(_)) => {}
             Ok(Location::Nbd { uri, .. }) => match uri.export.address {
                 Address::Tcp { port, .. } => ports.extend([port, DNS]),

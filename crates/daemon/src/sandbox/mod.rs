@@ -238,7 +238,7 @@ pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
 fn drops_before_ceph(setup: &Setup) -> bool {
     let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
     // The backing file of a local image may be in Ceph, too, if that is allowed.
-    let may_have = |disk: &DiskConfig| disk.allow_remote || is_ceph(&disk.path);
+    let may_have = |disk: &DiskConfig| disk.allow_remote || disk.images().any(|name| is_ceph(name));
     let keeps = setup.user.is_some() || !setup.ublk.is_empty();
     setup.disks.iter().any(may_have) && !keeps && setup.server.sandbox
 }

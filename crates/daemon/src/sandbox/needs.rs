@@ -1,6 +1,8 @@
 //! The needs of a server after everything is open, from its setup only. Fewer needs allow a
 //! narrower sandbox.
 
+use std::path::PathBuf;
+
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::setup::Setup;
 use blockhouse_storage::Location;
@@ -79,6 +81,7 @@ impl Needs {
 
 /// Whether a part of the disk may be on another server.
 fn is_remote(disk: &DiskConfig) -> bool {
-    let is_here = matches!(Location::of(&disk.path), Ok(Location::File(_) | Location::Null(_)));
-    disk.allow_remote || !is_here
+    let is_here =
+        |name: &PathBuf| matches!(Location::of(name), Ok(Location::File(_) | Location::Null(_)));
+    disk.allow_remote || !disk.images().all(is_here)
 }

@@ -338,7 +338,7 @@ impl Chain {
             Access::ReadWrite => NameUse::Written(Namer { path: &path, file: image }),
         };
         let opened = match by_user {
-            Some(path) => open_location(&mut self.source, &path, options)
+            Some(path) => open_location(&mut self.source, &path, &options.clone().in_part(None))
                 .await
                 .map(|(storage, identity)| Named {
                     path,

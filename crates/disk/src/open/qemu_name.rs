@@ -333,12 +333,16 @@ impl Options {
     /// The data file that `data-file.filename` and the like name.
     fn data_file(&mut self) -> Result<Option<PathBuf>, String> {
         let Some(options) = self.take_child("data-file.") else { return Ok(None) };
-        // The other options are those of the image, which decides how its data file is opened.
         match options.named()? {
+            // Caching, locking and discards are as for the image.
             QemuName {
                 path,
                 format: None | Some(ImageFormat::Raw),
                 part: None,
+                is_read_only: false,
+                is_compressed: false,
+                backing: None,
+                data_file: None,
                 context: None,
                 tls: None,
                 ..

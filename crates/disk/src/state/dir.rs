@@ -5,6 +5,7 @@
 //! so that a store into a mapped file never waits for a disk. All files are opened relative to the
 //! checked descriptor of the directory, also if the directory is renamed.
 
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -38,9 +39,11 @@ struct Inner {
     user: u32,
 }
 
-/// Makes a directory that belongs to another user: under another name until it does.
+/// Makes a directory that belongs to another user: under another name until it does. Nobody can
+/// foresee that name.
 fn make_for(path: &Path, user: u32) -> rustix::io::Result<()> {
-    let aside = path.with_file_name(format!(".blockhouse-{}", std::process::id()));
+    let random = RandomState::new().hash_one(path);
+    let aside = path.with_file_name(format!(".blockhouse-{random:x}"));
     mkdirat(CWD, &aside, Mode::RWXU)?;
     let user = Some(Uid::from_raw(user));
     let made = chownat(CWD, &aside, user, None, AtFlags::SYMLINK_NOFOLLOW)
