@@ -270,8 +270,8 @@ fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<V
     Ok(files.into_iter().map(|path| json!(path)).collect())
 }
 
-/// Takes the data file of a qcow2 image: an object that describes a file, or the name of a raw disk's
-/// node. That disk stays open beside the image, so both are read-only.
+/// Takes the data file of a qcow2 image: an object that describes a file, or the name of a raw
+/// disk's node. That disk stays open beside the image, so both are read-only.
 fn take_data_file(
     context: &Context,
     given: &mut Arguments,

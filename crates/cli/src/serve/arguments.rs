@@ -718,7 +718,7 @@ impl Arguments {
     }
 }
 
-/// The name of a file or of an image on another server, which the working directory does not change.
+/// The name of a file, from the root on, or of an image on another server.
 fn absolute_unless_address(name: PathBuf) -> PathBuf {
     let is_address = Location::is_remote(name.as_os_str().as_bytes());
     if is_address { name } else { std::path::absolute(&name).unwrap_or(name) }
