@@ -151,13 +151,33 @@ impl Drop for ObservedChange {
 /// The bytes of a write in private memory, so that every reader gets the same bytes.
 ///
 /// # Errors
-/// ENOMEM; EFAULT if the guest's memory is lost.
+/// ENOMEM; EFAULT if the guest's memory is lost, or the bytes cannot be copied from the kernel's
+/// pages.
 pub(crate) fn private_copy(from: IoVector) -> Result<IoVector> {
     if !from.is_shared() {
+        from.leave_pages();
+        from.check_intact()?;
         return Ok(from);
     }
     let mut buffer = Buffer::try_new(from.len())?;
     from.copy_to(buffer.bytes_mut());
     from.check_intact()?;
     Ok(buffer.lend())
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::{KernelPages, PageUse};
+
+    use super::*;
+
+    #[test]
+    fn bytes_that_cannot_be_copied_from_the_kernels_pages_reach_no_observer() {
+        for can_copy in [true, false] {
+            let pages = Arc::new(KernelPages::new(None, move |_: &mut [u8]| can_copy));
+            let mut buffer = Buffer::new(8);
+            let copied = private_copy(buffer.lend().in_pages(&pages, PageUse::Stored));
+            assert_eq!(copied.is_ok(), can_copy);
+        }
+    }
 }
