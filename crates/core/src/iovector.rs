@@ -58,19 +58,21 @@ pub struct Segment {
 /// # Ok::<(), blockhouse_core::Error>(())
 /// ```
 pub struct IoVector {
+    /// The kernel's pages of the request whose bytes the vector has. They are before `owner`, so
+    /// that their reference is dropped first: a lender that has its memory back has its pages, too.
+    pages: Option<Arc<KernelPages>>,
     owner: Arc<dyn Any + Send + std::marker::Sync>,
     segments: SmallVec<[Segment; 2]>,
     length: usize,
     /// For shared memory, the flag that is set when some of it has vanished. Lives as long as
-    /// `owner`. After a cut past the end, [`CUT_PAST_END`].
+    /// `owner`. For a vector that can never be intact again, [`ALWAYS_LOST`].
     lost: Option<NonNull<AtomicBool>>,
-    /// The kernel's pages of the request whose bytes the vector has.
-    pages: Option<Arc<KernelPages>>,
 }
 
-/// The `lost` flag of vectors that were cut past their end. Such a cut is an error in the code for
-/// one request, so [`IoVector::check_intact`] fails only that request.
-static CUT_PAST_END: AtomicBool = AtomicBool::new(true);
+/// The `lost` flag of vectors that were cut past their end, or joined from a vector that was not
+/// intact. Such a cut is an error in the code for one request, so [`IoVector::check_intact`] fails
+/// only that request.
+static ALWAYS_LOST: AtomicBool = AtomicBool::new(true);
 
 // SAFETY: the vector is the only view of its private bytes (`from_raw` demands it, no function here
 // duplicates a vector). Accesses to shared bytes are atomic. The owner is itself `Send + Sync`, so
@@ -117,14 +119,16 @@ impl IoVector {
     }
 
     /// Whether another process shares the bytes, and may change them at any time. Also true after a
-    /// cut past the end.
+    /// cut past the end, and after a join with a vector that was not intact.
     pub fn is_shared(&self) -> bool {
         self.lost.is_some()
     }
 
     /// Whether all bytes copied from the vector so far are the owner's bytes. False if shared
     /// memory has vanished (its bytes read as zeros), after a cut past the end, or if the bytes
-    /// could not be copied from the kernel's pages.
+    /// could not be copied from the kernel's pages. A part or a join of vectors that are not intact
+    /// is not intact either.
+    #[inline]
     pub fn is_intact(&self) -> bool {
         if self.pages.as_ref().is_some_and(|pages| pages.is_lost()) {
             return false;
@@ -159,14 +163,18 @@ impl IoVector {
     /// Joins two vectors: the bytes of `self`, then the bytes of `next`.
     #[must_use]
     pub fn chain(mut self, next: Self) -> Self {
-        if next.is_empty() {
+        if next.is_empty() && next.is_intact() {
             return self;
         }
-        if self.is_empty() {
+        if self.is_empty() && self.is_intact() {
             return next;
         }
         self.is_in_memory();
         next.is_in_memory();
+        let are_intact = self.is_intact() && next.is_intact();
+        let lost = if are_intact { self.lost.or(next.lost) } else { Some((&ALWAYS_LOST).into()) };
+        // Of pages that were left, only the fact that they are lost matters.
+        let pages = [self.pages, next.pages].into_iter().flatten().find(|pages| pages.is_lost());
         self.segments.extend_from_slice(&next.segments);
         // Parts of one vector share its owner, so joining thousands of them nests no owners.
         let owner = if Arc::ptr_eq(&self.owner, &next.owner) {
@@ -174,13 +182,7 @@ impl IoVector {
         } else {
             Arc::new((self.owner, next.owner))
         };
-        Self {
-            owner,
-            segments: self.segments,
-            length: self.length + next.length,
-            lost: self.lost.or(next.lost),
-            pages: self.pages.or(next.pages),
-        }
+        Self { owner, segments: self.segments, length: self.length + next.length, lost, pages }
     }
 
     /// The total length in bytes.
@@ -196,6 +198,7 @@ impl IoVector {
     /// The segments, none of them empty. The addresses are for the kernel, which may access the
     /// bytes as long as the vector exists. There are none if the bytes could not be copied from the
     /// kernel's pages.
+    #[inline]
     pub fn segments(&self) -> &[Segment] {
         if self.is_in_memory() { &self.segments } else { &[] }
     }
@@ -214,7 +217,7 @@ impl IoVector {
     pub fn advance(&mut self, mut count: usize) {
         if count > self.length {
             count = self.length;
-            self.lost = Some(NonNull::from_ref(&CUT_PAST_END));
+            self.lost = Some(NonNull::from_ref(&ALWAYS_LOST));
         }
         self.pass_in_pages(count);
         self.length -= count;
@@ -239,7 +242,7 @@ impl IoVector {
     pub fn split_off(&mut self, mut at: usize) -> Self {
         if at > self.length {
             at = self.length;
-            self.lost = Some(NonNull::from_ref(&CUT_PAST_END));
+            self.lost = Some(NonNull::from_ref(&ALWAYS_LOST));
         }
         self.is_in_memory();
         let mut kept = SmallVec::new();
@@ -593,6 +596,27 @@ mod tests {
         assert_eq!((joined.len(), joined.segments().len()), (20, 5));
         assert_eq!(bytes(&joined), (0..4).chain(0..16).collect::<Vec<u8>>());
         assert_eq!(Arc::strong_count(&guard), 2, "both owners are kept");
+    }
+
+    #[test]
+    fn a_vector_joined_from_one_that_is_not_intact_is_not_intact() {
+        let is_lost = AtomicBool::new(false);
+        let shared = || {
+            let IoVector { owner, segments, .. } = sample();
+            // SAFETY: the segments live as long as `owner`, and the flag until the test ends.
+            unsafe { IoVector::from_shared(owner, segments, &is_lost) }
+        };
+        let cut = |at| {
+            let mut vector = sample();
+            drop(vector.split_off(17));
+            vector.advance(at);
+            vector
+        };
+        assert!(shared().chain(sample()).is_intact());
+        for at in [0, 16] {
+            assert!(!cut(at).chain(sample()).is_intact() && !sample().chain(cut(at)).is_intact());
+            assert!(!cut(at).chain(shared()).is_intact() && !shared().chain(cut(at)).is_intact());
+        }
     }
 
     #[test]

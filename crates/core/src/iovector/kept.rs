@@ -19,12 +19,13 @@ pub struct KeptVector(Arc<Kept>);
 /// The owner of the bytes, shared with each vector that was lent: while a part of such a vector
 /// exists, the `Arc` has more than one reference.
 struct Kept {
+    /// Dropped before the owner, as in [`IoVector`].
+    pages: Option<Arc<KernelPages>>,
     /// Keeps the bytes alive.
     _owner: Arc<dyn Any + Send + Sync>,
     segments: SmallVec<[Segment; 2]>,
     length: usize,
     lost: Option<NonNull<AtomicBool>>,
-    pages: Option<Arc<KernelPages>>,
 }
 
 // SAFETY: as for `IoVector`: the owner is `Send + Sync`, and `lost` is an atomic that the owner

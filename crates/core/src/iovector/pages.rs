@@ -73,10 +73,17 @@ impl KernelPages {
 }
 
 impl IoVector {
-    /// The same vector for a request whose bytes are in `pages`. The vector is one segment of
-    /// private memory. No vector of an earlier request exists that refers to these pages.
+    /// The same vector for a request whose bytes are in `pages`, which nothing else refers to: the
+    /// vectors of the request before are dropped.
+    ///
+    /// # Panics
+    /// If the vector has several segments or is not of private memory, or if there is another
+    /// reference to `pages`.
     #[must_use]
     pub fn in_pages(self, pages: &Arc<KernelPages>, page_use: PageUse) -> Self {
+        let is_private = self.lost.is_none() && self.pages.is_none();
+        assert!(self.segments.len() <= 1 && is_private, "pages for one piece of private memory");
+        assert_eq!(Arc::strong_count(pages), 1, "pages of a request that has not ended");
         pages.is_stored.store(page_use == PageUse::Stored, Relaxed);
         pages.is_lost.store(false, Relaxed);
         pages.boundary.store(NONE_IN_MEMORY, Relaxed);
@@ -85,6 +92,7 @@ impl IoVector {
 
     /// The slot of the ring that has all bytes of the vector, from the slot's beginning on. `None`
     /// if they are in memory, or in a slot of another ring.
+    #[inline]
     pub fn slot_of_pages(&self, ring: usize) -> Option<u16> {
         let pages = self.pages.as_ref().filter(|pages| pages.filled().is_none())?;
         pages.slot.filter(|(of, _)| *of == ring).map(|(_, slot)| slot)
@@ -99,6 +107,7 @@ impl IoVector {
 
     /// Makes the bytes be in memory. Returns false if the memory cannot have them: the bytes of a
     /// write could not be copied.
+    #[inline]
     pub(super) fn is_in_memory(&self) -> bool {
         let Some(pages) = &self.pages else { return true };
         if pages.filled().is_none() {
@@ -114,7 +123,8 @@ impl IoVector {
             (pages.is_stored.load(Relaxed), self.segments.first())
         {
             // SAFETY: the segment is valid for writes (`from_raw`), and this vector is the only
-            // view of its private bytes. A vector is used by one thread at a time.
+            // view of its bytes, which are private (`in_pages`). A vector is used by one thread at
+            // a time.
             let memory = unsafe { std::slice::from_raw_parts_mut(address.as_ptr(), length) };
             pages.is_lost.store(!(pages.copy_out)(memory), Relaxed);
         }
@@ -254,8 +264,25 @@ mod tests {
             assert!(!part.is_intact() && part.check_intact().is_err());
             assert!(part.segments().is_empty());
             assert!(bytes(&part).iter().all(|byte| *byte == 0));
-            assert!(part.chain(Buffer::new(8).lend()).segments().is_empty());
+            let in_memory = Buffer::new(8).lend().in_pages(&self::pages(true), PageUse::Stored);
+            let joined = in_memory.chain(part).chain(Buffer::new(8).lend());
+            assert!(joined.segments().is_empty() && !joined.is_intact() && joined.is_shared());
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "one piece of private memory")]
+    fn several_segments_are_never_in_pages() {
+        let vector = Buffer::new(8).lend().chain(Buffer::new(8).lend());
+        let _ = vector.in_pages(&pages(true), PageUse::Stored);
+    }
+
+    #[test]
+    #[should_panic(expected = "has not ended")]
+    fn pages_have_one_request_at_a_time() {
+        let pages = pages(true);
+        let _first = Buffer::new(8).lend().in_pages(&pages, PageUse::Stored);
+        let _ = Buffer::new(8).lend().in_pages(&pages, PageUse::Stored);
     }
 
     #[test]

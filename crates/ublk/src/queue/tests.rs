@@ -36,8 +36,10 @@ struct Tag {
     has_request: bool,
     waiter: Option<Waker>,
     answers: VecDeque<Answer>,
-    /// The pages of its requests, if their data stays there, and the bytes in them.
-    pages: Option<(Arc<KernelPages>, PageBytes)>,
+    /// The pages of its requests, if their data stays there. [`FakeTags`] takes them.
+    pages: Option<Arc<KernelPages>>,
+    /// The bytes in the pages.
+    page_bytes: Option<PageBytes>,
 }
 
 impl Tag {
@@ -49,7 +51,8 @@ impl Tag {
             memory.copy_from_slice(&source.lock().expect("no panic")[..memory.len()]);
             can_copy
         };
-        Self { pages: Some((Arc::new(KernelPages::new(None, copy_out)), bytes)), ..Self::default() }
+        let pages = Some(Arc::new(KernelPages::new(None, copy_out)));
+        Self { pages, page_bytes: Some(bytes), ..Self::default() }
     }
 }
 
@@ -67,8 +70,8 @@ struct FakeTags(Rc<Kernel>, Vec<Option<Arc<KernelPages>>>);
 
 impl FakeTags {
     fn of(kernel: &Rc<Kernel>) -> Self {
-        let pages = |tag: &Tag| tag.pages.as_ref().map(|(pages, _)| Arc::clone(pages));
-        Self(Rc::clone(kernel), kernel.tags.borrow().iter().map(pages).collect())
+        let pages = |tag: &mut Tag| tag.pages.take();
+        Self(Rc::clone(kernel), kernel.tags.borrow_mut().iter_mut().map(pages).collect())
     }
 }
 
@@ -115,8 +118,8 @@ impl Kernel {
             tag.has_request = false;
             let mut bytes = tag.data.clone();
             bytes.resize(MEMORY, 0xee);
-            match &tag.pages {
-                Some((_, pages)) => *pages.lock().expect("no panic") = bytes,
+            match &tag.page_bytes {
+                Some(pages) => *pages.lock().expect("no panic") = bytes,
                 None => memory.copy_from(&bytes),
             }
             Poll::Ready(Ok(()))
@@ -145,7 +148,7 @@ impl Tags for FakeTags {
     async fn commit(&self, tag: u16, result: i32, memory: IoVector) -> io::Result<()> {
         let mut bytes = vec![0; memory.len()];
         memory.copy_to(&mut bytes);
-        if let Some((_, pages)) = &self.0.tags.borrow()[usize::from(tag)].pages {
+        if let Some(pages) = &self.0.tags.borrow()[usize::from(tag)].page_bytes {
             bytes.clone_from(&pages.lock().expect("no panic"));
         }
         self.0.tags.borrow_mut()[usize::from(tag)].answers.push_back((result, bytes));
@@ -158,7 +161,7 @@ impl Tags for FakeTags {
 
     fn store(&self, tag: u16, start: usize, bytes: &[u8]) -> io::Result<()> {
         let tags = self.0.tags.borrow();
-        let (_, pages) = tags[usize::from(tag)].pages.as_ref().expect("a tag with pages");
+        let pages = tags[usize::from(tag)].page_bytes.as_ref().expect("a tag with pages");
         pages.lock().expect("no panic")[start..start + bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
