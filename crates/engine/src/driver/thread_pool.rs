@@ -78,19 +78,32 @@ impl ThreadPool {
         token: Token,
         shared: &Arc<LoopShared>,
     ) -> bool {
-        let mut state = self.state.lock();
-        let idle = state.idle.saturating_sub(state.queue.len());
-        if state.threads - idle >= MAX_THREADS / 2 {
-            return false;
-        }
-        if idle == 0 {
-            self.start_thread(state);
-            return false;
-        }
+        let Some(mut state) = self.lock_if_idle() else { return false };
         state.queue.push_back(Job::File { call, token, shared: Arc::clone(shared) });
         drop(state);
         self.work.notify_one();
         true
+    }
+
+    /// Whether [`try_run_file`](Self::try_run_file) would make a call now; otherwise does what it
+    /// does. For callers whose call is costly to prepare.
+    pub(crate) fn has_idle_thread(self: &Arc<Self>) -> bool {
+        self.lock_if_idle().is_some()
+    }
+
+    /// The state, if a thread is idle and less than half of the pool is busy. If no thread is idle,
+    /// one is started.
+    fn lock_if_idle(self: &Arc<Self>) -> Option<MutexGuard<'_, State>> {
+        let state = self.state.lock();
+        let idle = state.idle.saturating_sub(state.queue.len());
+        if state.threads - idle >= MAX_THREADS / 2 {
+            return None;
+        }
+        if idle == 0 {
+            self.start_thread(state);
+            return None;
+        }
+        Some(state)
     }
 
     fn queue(self: &Arc<Self>, job: Job) {

@@ -176,10 +176,16 @@ impl Local {
         let token = operations.insert(operation, ticket, waiter)?;
         let operation = operations.operation(token);
         let try_by_thread = || {
+            let pool = ThreadPool::shared();
+            // The call needs memory: data in the kernel's pages is copied there, so the question is
+            // asked first.
+            if !pool.has_idle_thread() {
+                return false;
+            }
             let Some(call) = FileCall::of(operation) else { return false };
             // SAFETY: the operation stays in the table, unmoved, until its completion, which the
             // mailbox reports.
-            unsafe { ThreadPool::shared().try_run_file(call, token, &self.shared) }
+            unsafe { pool.try_run_file(call, token, &self.shared) }
         };
         if !self.lone_writes.borrow_mut().start(token, operation, try_by_thread) {
             self.driver.borrow_mut().start(token, operation);
