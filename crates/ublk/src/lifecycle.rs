@@ -263,9 +263,12 @@ pub(crate) fn check_driver(control: &mut impl Control) -> Result<u64, Error> {
     }
 }
 
-/// Refuses a device that does not exist, or is of another image or program.
-pub(crate) fn check_image(control: &mut impl Control, id: u32, note: u64) -> Result<(), Error> {
-    check_note(&find(control, id)?.ok_or(Error::Missing { id })?, note)
+/// Refuses a device that does not exist, is of another image or program, or transfers data in a way
+/// that this program does not know.
+pub(crate) fn check_device(control: &mut impl Control, id: u32, note: u64) -> Result<(), Error> {
+    let info = find(control, id)?.ok_or(Error::Missing { id })?;
+    check_note(&info, note)?;
+    info.check_data_way().map_err(Error::refused("take over", id))
 }
 
 /// Refuses a device of another image or program.

@@ -67,10 +67,11 @@ impl HandedOverDevice {
     /// Checks whether this process could take over device `id` of an image. Changes nothing.
     ///
     /// # Errors
-    /// The reason why it cannot: no rights, no such device, or a device of another image.
+    /// The reason why it cannot: no rights, no such device, a device of another image, or one that
+    /// transfers data in a way that this program does not know.
     pub fn new(id: u32, image: String) -> Result<Self, Error> {
         let mut control = UblkControl::open().map_err(Error::opening)?;
-        lifecycle::check_image(&mut control, id, note_of(&image))?;
+        lifecycle::check_device(&mut control, id, note_of(&image))?;
         // The counts are not used: the device has its queues already.
         let options = DeviceOptions { id: Some(id), queues: 1, depth: 1, image };
         Ok(Self { control, options })

@@ -101,6 +101,22 @@ impl Drop for Descriptors {
     }
 }
 
+impl UblkInfo {
+    /// Refuses a device that [`UblkDevice::open`] does not open because of its flags.
+    ///
+    /// # Errors
+    /// `Unsupported` for a device whose data is transferred neither by plain copies nor as
+    /// [`ublk_flag::PAGES`] says.
+    pub fn check_data_way(&self) -> io::Result<()> {
+        let pages = self.flags & ublk_flag::PAGES;
+        if self.flags & OTHER_WAYS != 0 || ![0, ublk_flag::PAGES].contains(&pages) {
+            let text = "the device's data goes in a way that this server does not know";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+        }
+        Ok(())
+    }
+}
+
 impl UblkDevice {
     /// Opens device `id`, which was added or whose recovery was started.
     ///
@@ -110,11 +126,7 @@ impl UblkDevice {
     /// plain copies nor as [`ublk_flag::PAGES`] says.
     pub fn open(control: &mut UblkControl, id: u32) -> io::Result<Self> {
         let info = control.info(id)?;
-        let pages = info.flags & ublk_flag::PAGES;
-        if info.flags & OTHER_WAYS != 0 || ![0, ublk_flag::PAGES].contains(&pages) {
-            let text = "the device's data goes in a way that this server does not know";
-            return Err(io::Error::new(io::ErrorKind::Unsupported, text));
-        }
+        info.check_data_way()?;
         let path = format!("/dev/ublkc{id}");
         let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         let queues = 0..info.queues;

@@ -297,6 +297,22 @@ fn a_size_that_changed_is_followed_or_refused() {
 }
 
 #[test]
+fn a_device_that_transfers_data_in_an_unknown_way_is_not_taken_over() {
+    let mut driver = FakeDriver::new().with(3, ublk_state::LIVE, OTHER, own_note());
+    for (flags, is_known) in [
+        (0, true),
+        (ublk_flag::PAGES, true),
+        (ublk_flag::USER_COPY, false),
+        (ublk_flag::BATCH_IO, false),
+        (ublk_flag::PAGES | ublk_flag::SUPPORT_ZERO_COPY, false),
+    ] {
+        driver.device(3).expect("it is there").info.flags = NEEDED | flags;
+        assert_eq!(check_device(&mut driver, 3, own_note()).is_ok(), is_known, "{flags:#x}");
+    }
+    assert_eq!(driver.changes, []);
+}
+
+#[test]
 fn a_new_device_leaves_data_in_the_pages_if_disk_and_driver_can() {
     let flags = |features: u64, takes_pages| {
         let mut driver = FakeDriver { features: NEEDED | features, ..FakeDriver::new() };
