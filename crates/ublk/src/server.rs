@@ -182,10 +182,6 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         let device = UblkDevice::open(&mut owner.control, acquired.id);
         let device = Arc::new(device.map_err(|error| why_not_open(&acquired, error))?);
         let info = *device.info();
-        if info.flags & ublk_flag::PAGES != 0 {
-            let (disk, id) = (disk.name(), info.id);
-            tracing::info!(disk, "/dev/ublkb{id} moves data without a copy");
-        }
         let end = Arc::<UnexpectedEnd>::default();
         let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters, &end);
         (owner.device, owner.queues) = (Some(device), queues);

@@ -23,7 +23,8 @@ use io_uring::Submitter;
 use crate::driver::registrations::{Registrations, Unregister};
 use crate::mapping::Mapping;
 
-/// Slots of one ring, enough for 4 TiB. They take 8 bytes each, once there is memory to register.
+/// Slots of one ring: enough for 4 TiB of memory, less 1 GiB for each slot that is reserved for
+/// pages of the kernel. They take 8 bytes each, once there is memory to register.
 const SLOTS: u16 = 4096;
 
 /// Maximum bytes that the kernel accepts for one slot (`SZ_1G` in io_uring's `rsrc.c`).

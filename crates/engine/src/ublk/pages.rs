@@ -33,12 +33,16 @@ impl UblkPages {
     /// # Panics
     /// Outside of an event loop.
     pub fn new(device: &UblkDevice, queue: u16) -> Self {
-        let (depth, file) = (device.info().depth, Arc::clone(&device.file));
+        let (id, depth, file) = (device.info().id, device.info().depth, Arc::clone(&device.file));
         let local = current(Rc::clone);
-        let (ring, slots) = local.reserve_slots(depth).unwrap_or_else(|error| {
-            tracing::warn!("the data of a ublk device is copied: the ring has no slots: {error}");
-            Default::default()
-        });
+        let reserved = local.reserve_slots(depth);
+        match &reserved {
+            Ok(_) => tracing::info!("queue {queue} of /dev/ublkb{id} moves data without a copy"),
+            Err(error) => tracing::warn!(
+                "queue {queue} of /dev/ublkb{id} copies data: the ring has no slots: {error}"
+            ),
+        }
+        let (ring, slots) = reserved.unwrap_or_default();
         let pages = |tag: u16| {
             let file = Arc::clone(&file);
             let copy_out =
