@@ -6,7 +6,7 @@ use std::time::Duration;
 use blockhouse_core::{ByteRange, ErrorKind, Result};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{
-    Access, CreateOptions, NewBitmap, NewSnapshot, OpenOptions, Qcow2, create,
+    Access, CreateOptions, NewBitmap, NewSnapshot, OpenOptions, Qcow2, Repair, create, repair,
 };
 use blockhouse_sim::{Config, Sim, SimDisk};
 
@@ -15,7 +15,7 @@ use crate::common::{unmap, write};
 const CLUSTER: usize = 4096;
 const SIZE: u64 = 16 * CLUSTER as u64;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Table {
     Snapshots,
     SnapshotL1,
@@ -112,5 +112,30 @@ fn an_image_that_lacks_one_is_opened_only_for_reading() {
                 assert_eq!(refused, is_cut.then_some(ErrorKind::Corrupt), "{table:?}");
             });
         }
+    }
+}
+
+#[test]
+fn an_image_that_lacks_one_can_be_written_after_a_repair() {
+    for table in TABLES {
+        let (mut image, at) = image_that_ends_with(table, Counted::Yes);
+        image.truncate(at);
+        let sim = Sim::new(1);
+        let disk = SimDisk::new(&sim, Config::default(), image);
+        sim.block_on(async move {
+            let report = repair(&disk, Repair::All).await.unwrap();
+            assert_eq!(report.left.corruptions, 0, "{table:?}: {:?}", report.left);
+            let opened = open(&disk, Access::ReadWrite).await.unwrap();
+            // New clusters may be where the table was, so nothing else may refer to that place.
+            for cluster in 4..16 {
+                write(&opened, cluster * CLUSTER as u64, &[3; CLUSTER], 0).await.unwrap();
+            }
+            if table == Table::Bitmap {
+                assert!(opened.bitmaps().list().await.unwrap().is_empty());
+            }
+            opened.close().await.unwrap();
+            let left = repair(&disk, Repair::All).await.unwrap().found;
+            assert_eq!(left.corruptions, 0, "{table:?}: {left:?}");
+        });
     }
 }

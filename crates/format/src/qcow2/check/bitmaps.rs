@@ -83,6 +83,21 @@ async fn walk_table<S: Storage>(
     Ok(None)
 }
 
+/// Whether the tables of bitmaps have a fault, or a part of a bitmap ends past the end of the file.
+///
+/// # Errors
+/// Only errors of the storage.
+pub(super) async fn are_damaged<S: Storage>(storage: &S, header: &Header) -> Result<bool> {
+    let clusters = header.geometry.clusters_for(storage.size());
+    let mut is_past_end = false;
+    let add = |_: &str, offset: u64, length: u64| {
+        is_past_end |= header.geometry.clusters_for(offset.saturating_add(length)) > clusters;
+        Ok(())
+    };
+    let fault = walk(storage, header, add).await?;
+    Ok(is_past_end || fault.is_some())
+}
+
 /// Marks the whole disk as changed in the enabled bitmaps, durably, before a repair changes the
 /// disk's content. Overwrites the bitmap tables in place: the clusters of their bits leak. Returns
 /// false if this is impossible, because a table is past the end of the file, its clusters have

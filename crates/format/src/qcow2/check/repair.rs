@@ -5,8 +5,9 @@
 //! 1. an image with corruption is marked as corrupt (version 3), so that no program writes to it
 //!    until the repair ends;
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
-//! 3. if the repair will change the disk's content, enabled bitmaps mark the whole disk as changed;
-//!    damaged ones are removed;
+//! 3. bitmaps are removed if one is damaged or past the end of the file: a refcount that the repair
+//!    sets to zero would let a guest's data use the clusters of a bitmap. If the repair will change
+//!    the disk's content, enabled bitmaps mark the whole disk as changed;
 //! 4. the invalid parts of entries that violate the format or point past the end of the file are
 //!    removed;
 //! 5. references are counted, and the COPIED flag is cleared in entries whose refcount is not one;
@@ -25,8 +26,8 @@
 //!
 //! If two guest clusters share a host cluster, both entries still refer to it, and its refcount
 //! becomes 2, so that the cluster is copied when one of them is written. (After the copy, the other
-//! entry lacks the COPIED flag; the next repair sets it.) If some references are unknown (a damaged
-//! bitmap directory), no refcount is lowered, and no COPIED flag is set.
+//! entry lacks the COPIED flag; the next repair sets it.) If some references are unknown, no
+//! refcount is lowered, and no COPIED flag is set.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
 
@@ -279,11 +280,15 @@ impl<S: Storage> RepairRun<'_, S> {
         Ok(())
     }
 
-    /// Records in bitmaps the changes that the repair of entries is going to make.
+    /// Records in bitmaps the changes that the repair of entries is going to make. Removes all
+    /// bitmaps if that is impossible, or if one is damaged.
     async fn mark_bitmaps(&mut self) -> Result<()> {
         let active = L1Location::active(&self.header);
         if self.header.autoclear & BITMAPS_CONSISTENT == 0 {
             return Ok(());
+        }
+        if bitmaps::are_damaged(self.storage, &self.header).await? {
+            return self.remove_bitmaps().await;
         }
         let (_, scrub) = self.sanitizer().await?;
         if !Edit::new(self.storage, self.header.geometry, &scrub).would_change(active).await? {
@@ -291,11 +296,16 @@ impl<S: Storage> RepairRun<'_, S> {
         }
         let counts =
             References::count(self.storage, &self.header, &ToolProgress::default()).await?.counts;
-        if !bitmaps::mark_all(self.storage, &self.header, &counts).await? {
-            self.header.autoclear &= !BITMAPS_CONSISTENT;
-            store_header(self.storage, &self.header).await?;
+        if bitmaps::mark_all(self.storage, &self.header, &counts).await? {
+            return Ok(());
         }
-        Ok(())
+        self.remove_bitmaps().await
+    }
+
+    /// Makes all bitmaps invalid, durably, so that their clusters have no references.
+    async fn remove_bitmaps(&mut self) -> Result<()> {
+        self.header.autoclear &= !BITMAPS_CONSISTENT;
+        store_header(self.storage, &self.header).await
     }
 
     async fn sanitizer(&self) -> Result<(SnapshotSurvey, SanitizeEntries)> {

@@ -6,7 +6,8 @@
 //! fail with `Corrupt`, and never return zeros. The active L1 table is always written whole, so
 //! each entry past the end is lost. An image with such a loss is not opened for writing, because
 //! new clusters would be allocated at the offsets of the missing part. Therefore the file can still
-//! be completed, or repaired; a repair replaces lost clusters by zeros.
+//! be completed, or repaired; a repair replaces lost clusters by zeros, and removes snapshots whose
+//! tables are lost, and all bitmaps if a part of one is lost.
 //!
 //! To detect a loss, opening an intact image reads at most one refcount block. L2 tables are read
 //! only if a cluster past the end may have a nonzero refcount (this is also possible after a
@@ -53,7 +54,8 @@ impl Truncation {
         );
         Error::new(ErrorKind::Corrupt, what).on(name).at(self.offset).hint(
             "get the whole file again, or read what is left (--read-only); check --repair all makes \
-             zeros of what is lost, unless that is the L1 table",
+             zeros of lost data and removes lost snapshots and all bitmaps if a part of one is lost, \
+             but cannot repair a lost L1 table",
         )
     }
 }
