@@ -166,8 +166,12 @@ impl<S: Storage> Storage for Concat<S> {
         if self.is_part { self.files[0].1.flush(sync).await } else { Ok(()) }
     }
 
-    async fn resize(&self, _size: u64) -> Result<()> {
-        self.read_only()
+    fn check_size(&self, size: u64) -> Result<()> {
+        if size == self.size() { Ok(()) } else { self.read_only() }
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        self.check_size(size)
     }
 
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {

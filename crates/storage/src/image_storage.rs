@@ -200,11 +200,7 @@ impl Storage for ImageStorage {
     }
 
     fn check_size(&self, size: u64) -> Result<()> {
-        match self {
-            Self::File(file) => file.check_size(size),
-            Self::Nbd(nbd) => nbd.check_size(size),
-            Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => Ok(()),
-        }
+        ask!(self.check_size(size))
     }
 
     async fn extend_hint(&self, size: u64) {

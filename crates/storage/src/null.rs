@@ -168,12 +168,16 @@ impl Storage for NullStorage {
         self.carry_out(0).await
     }
 
-    async fn resize(&self, size: u64) -> Result<()> {
+    fn check_size(&self, size: u64) -> Result<()> {
         if size == self.location.size {
             return Ok(());
         }
         let what = "cannot be resized: its name says how long it is";
         Err(Error::new(ErrorKind::Unsupported, what).on(&self.name))
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        self.check_size(size)
     }
 
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {

@@ -99,8 +99,12 @@ impl Storage for ViewStorage {
         Ok(())
     }
 
-    async fn resize(&self, size: u64) -> Result<()> {
+    fn check_size(&self, size: u64) -> Result<()> {
         if size == self.size() { Ok(()) } else { self.refuse() }
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        self.check_size(size)
     }
 
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
