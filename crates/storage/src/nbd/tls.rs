@@ -87,16 +87,15 @@ impl ClientTls {
     /// Reads the files again. On an error, or if a file that existed before is missing, logs a
     /// warning and keeps the content read before.
     pub(super) fn refresh(&self) {
-        let mut current = self.current.lock();
-        let is_missing = |new: &Credentials| {
-            current.found.iter().find(|name| !new.found.contains(name)).copied()
+        // The files are read without the lock, because other connections wait for it in `begin`.
+        let new = match read(&self.parameters) {
+            Ok(new) => new,
+            Err(error) => return tracing::warn!("{error}; what was read before is used"),
         };
-        match read(&self.parameters) {
-            Ok(new) => match is_missing(&new) {
-                Some(name) => tracing::warn!("{name} is missing; what was read before is used"),
-                None => *current = new,
-            },
-            Err(error) => tracing::warn!("{error}; what was read before is used"),
+        let mut current = self.current.lock();
+        match current.found.iter().find(|name| !new.found.contains(name)) {
+            Some(name) => tracing::warn!("{name} is missing; what was read before is used"),
+            None => *current = new,
         }
     }
 
