@@ -58,8 +58,8 @@ impl UblkControl {
     /// Errors of the driver.
     ///
     /// # Panics
-    /// For a buffer of 64 KiB or more. When the kernel takes no commands for ten seconds, the
-    /// process ends.
+    /// For a buffer of 64 KiB or more. If `io_uring_enter` fails for ten seconds without a success,
+    /// the process aborts. A command that the driver does not complete blocks without limit.
     pub fn command(
         &mut self,
         command: UblkCommand,
@@ -68,7 +68,7 @@ impl UblkControl {
         buffer: &mut [u8],
     ) -> io::Result<()> {
         // SAFETY: the buffer is borrowed until this function returns. Without a time limit, `wait`
-        // returns only after the completion, or ends the process.
+        // returns only after the completion, or aborts the process.
         unsafe { self.push(command, id, argument, buffer) };
         self.wait(None).unwrap_or_else(|| std::process::abort())
     }

@@ -6,6 +6,8 @@
 //! Guarantees:
 //! - A request's memory is kept until the request is complete, even if its future was dropped. A
 //!   future becomes ready only after the connection has stopped using the memory of its request.
+//!   Exception: if the connection's loop ends, all futures become ready at once. The loop keeps a
+//!   payload that is being sent until the kernel has released it.
 //! - A reply to a request that was not sent over the present stream ends the connection.
 //! - A server's reply can fill only the memory of the range that the request reads, and each byte
 //!   once. Any other reply ends the connection with an error.
