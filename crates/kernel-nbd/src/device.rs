@@ -136,22 +136,34 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     }
 }
 
-/// Holds a device whose server is not known, as [`hold_unused`]. Without a server the flush fails:
-/// then nothing is held, because nothing can be written.
+/// Holds a device whose server is not known, as [`hold_unused`]. Without a server the flush fails,
+/// and a read fails or waits: then nothing is held, because nothing can be written.
 ///
 /// # Errors
 /// The device is in use, or is not flushed in time, or its server answers and the flush fails.
 fn hold_in_time(number: u32) -> Result<Option<OwnedFd>, Error> {
-    let (done, held) = mpsc::channel();
-    // A thread that is blocked ends when the device is disconnected, or with this process.
-    thread::spawn(move || {
-        done.send(match hold_unused(number) {
-            Err(error) if !matches!(error, Error::Used(_)) && !can_read(&node(number)) => Ok(None),
-            held => held,
-        })
-    });
-    let timed_out = |_| Err(cannot_flush(number, ErrorKind::TimedOut.into()));
-    held.recv_timeout(HOLD_LIMIT).unwrap_or_else(timed_out)
+    match in_time(HOLD_LIMIT, move || hold_unused(number)) {
+        // A server that is only slow must not lose data, so the device stays.
+        None => Err(cannot_flush(number, ErrorKind::TimedOut.into())),
+        Some(Err(error)) if !matches!(error, Error::Used(_)) => {
+            match in_time(HOLD_LIMIT, move || can_read(&node(number))) {
+                Some(true) => Err(error),
+                Some(false) | None => Ok(None),
+            }
+        }
+        Some(held) => held,
+    }
+}
+
+/// The result of `work` in a thread of its own; `None` after `limit`. A thread that is blocked ends
+/// when the device is disconnected, or with this process.
+fn in_time<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (done, result) = mpsc::channel();
+    thread::spawn(move || done.send(work()));
+    result.recv_timeout(limit).ok()
 }
 
 /// Whether a read of the first block succeeds, not from the page cache.
@@ -160,8 +172,8 @@ fn can_read(device: &Path) -> bool {
     let start = bytes.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
     let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
     let opened = rustix::fs::open(device, flags, Mode::empty());
-    opened
-        .is_ok_and(|device| rustix::io::read(&device, &mut bytes[start..start + ALIGNMENT]).is_ok())
+    let read = |device| rustix::io::read(&device, &mut bytes[start..start + ALIGNMENT]);
+    opened.and_then(read).is_ok_and(|length| length > 0)
 }
 
 /// Holds the block device, as [`blockhouse_engine::hold_unused`].
@@ -178,6 +190,8 @@ fn cannot_flush(number: u32, error: std::io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use rustix::io::Errno;
+
     use super::*;
 
     #[test]
@@ -185,9 +199,22 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         assert!(!can_read(&folder.path().join("missing")));
         assert!(!can_read(folder.path()));
-        // A file system on the disk has direct reads.
-        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
-        fs::write(file.path(), [0; ALIGNMENT]).expect("room");
-        assert!(can_read(file.path()));
+        let file = folder.path().join("file");
+        fs::write(&file, []).expect("room");
+        let flags = OFlags::RDONLY | OFlags::DIRECT;
+        if rustix::fs::open(&file, flags, Mode::empty()).is_err_and(|error| error == Errno::INVAL) {
+            eprintln!("skipped: the file system of temporary files has no direct reads");
+            return;
+        }
+        assert!(!can_read(&file), "no byte is read");
+        fs::write(&file, [0; ALIGNMENT]).expect("room");
+        assert!(can_read(&file));
+    }
+
+    #[test]
+    fn work_that_blocks_has_no_result() {
+        let (_open, wait) = mpsc::channel::<()>();
+        assert_eq!(in_time(Duration::ZERO, move || wait.recv().is_ok()), None);
+        assert_eq!(in_time(HOLD_LIMIT, || 1), Some(1));
     }
 }
