@@ -359,7 +359,7 @@ impl Running {
         self.check_free(name)?;
         let disk = &claimed.disk.disk;
         let old = disk.size();
-        match (size < old, shrink, self.exports.of_disk(name).first()) {
+        let outcome = match (size < old, shrink, self.exports.of_disk(name).first()) {
             (true, false, _) => bail!(
                 "the disk {name:?} has {old} bytes, more than {size}: what lies beyond would be lost; if that is \
                  meant, say shrink"
@@ -368,13 +368,15 @@ impl Running {
                 "the disk {name:?} cannot be made shorter while it is served at {}; remove its exports first",
                 export.address
             ),
-            (true, true, None) => disk.shrink(size).await?,
-            (false, ..) => disk.resize(size).await?,
-        }
+            (true, true, None) => disk.shrink(size).await,
+            (false, ..) => disk.resize(size).await,
+        };
+        // The size may have changed although a later step failed.
         let new = disk.size();
         if new != old {
             self.tell_size(name, new);
         }
+        outcome?;
         Ok(Resized { old, new })
     }
 

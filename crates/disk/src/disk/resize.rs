@@ -16,6 +16,7 @@ use super::quiesce::{QuiescedGuard, WriteGuard};
 use super::{Disk, quiesce_flushed};
 use crate::claims::Claim;
 use crate::durability::RequestSync;
+use crate::transient_bitmaps::TransientBitmaps;
 use crate::write::ZeroOptions;
 
 const ZERO: ZeroOptions =
@@ -70,8 +71,9 @@ impl<S: Storage> Disk<S> {
             rare(Resize(self).prepare(old, ByteRange::between(old, size), &claim)).await?;
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        rare(self.image().format().size_change().grow(size)).await?;
-        self.transient_bitmaps.set(bitmaps, &self.observers);
+        let outcome = rare(self.image().format().size_change().grow(size)).await;
+        Resize(self).set_transient_bitmaps(bitmaps, size);
+        outcome?;
         rare(self.image().format().flush(SyncMode::Full)).await
     }
 
@@ -95,8 +97,9 @@ impl<S: Storage> Disk<S> {
             return self.flush().await;
         }
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
-        rare(self.image().format().size_change().shrink(size)).await?;
-        self.transient_bitmaps.set(bitmaps, &self.observers);
+        let outcome = rare(self.image().format().size_change().shrink(size)).await;
+        Resize(self).set_transient_bitmaps(bitmaps, size);
+        outcome?;
         // An external data file ends with the disk, so it has no rest of a cluster.
         if self.image().data_file().is_none()
             && let Some(rest) = Resize(self).uncovered(size, self.image().format().end())
@@ -147,6 +150,14 @@ impl<'a, S: Storage> Resize<'a, S> {
             self.0.image().writer().write_zeroes(uncovered, ZERO, &sync, claim).await?;
         }
         self.0.image().format().flush(SyncMode::Data).await
+    }
+
+    /// Sets the bitmaps of the new size if the disk has it, also after an error: a size change can
+    /// fail after the new size is visible, and bitmaps of another size would lose changes.
+    fn set_transient_bitmaps(&self, bitmaps: TransientBitmaps, size: u64) {
+        if self.0.size() == size {
+            self.0.transient_bitmaps.set(bitmaps, &self.0.observers);
+        }
     }
 
     /// Whether there are bitmaps, of the image or in memory.

@@ -9,7 +9,7 @@ use blockhouse_disk::{Disk, NewBitmap, Options};
 use blockhouse_format::qcow2::{
     self, Backing, CreateOptions, DataFile, Qcow2, SideFileHeader, Switch, Version,
 };
-use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::common::crash_points::at_every_operation;
 use crate::crashed::open;
@@ -256,4 +256,29 @@ fn crash_at_every_point_of_a_resize() {
     let report =
         for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_point_of_a_resize", 1000, explore);
     eprintln!("{report:?}");
+}
+
+#[test]
+fn bitmaps_in_memory_follow_a_size_that_changes_although_the_data_file_is_not_cut() {
+    const SIZE: u64 = 256 << 10;
+    let sim = Sim::new(0);
+    let files = Files { image: Vec::new(), data: Some(Vec::new()), base: None };
+    let files = Files::with(&sim, &plain(), files);
+    sim.block_on(async move {
+        let data_file = Some(DataFile { name: b"data".to_vec(), raw: Switch::Off });
+        let options = CreateOptions { data_file, ..CreateOptions::new(SIZE) };
+        let data = files.data.as_ref().expect("a data file");
+        let progress = ToolProgress::default();
+        qcow2::create_with(&files.image, Some(data), &options, &progress).await.unwrap();
+        let disk = open_files(files.clone()).await.unwrap();
+        write(&disk, 0, &[1; SIZE as usize]).await.unwrap();
+        let new = NewBitmap { name: "changes".into(), granularity: None, is_enabled: true };
+        disk.bitmaps().add_transient(&new).await.unwrap();
+        data.fail(Fault::nth(0, 5).of(OperationKind::Resize));
+        disk.shrink(SIZE / 2).await.expect_err("the data file is not cut");
+        assert_eq!(disk.size(), SIZE / 2);
+        disk.resize(SIZE).await.unwrap();
+        assert_eq!(read(&disk).await.unwrap()[SIZE as usize / 2..], [0; SIZE as usize / 2]);
+        assert_eq!(disk.bitmaps().dirty_bytes("changes").await.unwrap(), SIZE / 2);
+    });
 }
