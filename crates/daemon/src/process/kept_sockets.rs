@@ -104,6 +104,19 @@ pub(crate) fn serve_or_give_up<T, E>(
     bound: BoundSocket,
     serve: impl FnOnce(BoundSocket) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E> {
+    if service_manager::has_store() {
+        serve_or_remove(bound, serve)
+    } else {
+        // Nothing is kept, so `serve` removes the file with the socket.
+        serve(bound)
+    }
+}
+
+/// As [`serve_or_give_up`], of a socket that may be in the store.
+fn serve_or_remove<T, E>(
+    bound: BoundSocket,
+    serve: impl FnOnce(BoundSocket) -> std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
     let address = bound.address.clone();
     let identity = bound.file.as_ref().and_then(SocketFile::identity);
     serve(bound).inspect_err(|_| {
@@ -208,9 +221,13 @@ mod tests {
             bound.file.as_ref().expect("its file").set_kept(true);
             bound
         };
-        assert!(serve_or_give_up(bind(), |_| Err::<(), _>("refused")).is_err());
+        assert!(serve_or_remove(bind(), |_| Err::<(), _>("refused")).is_err());
         assert!(!path.exists());
-        serve_or_give_up(bind(), |_| Ok::<_, ()>(())).expect("it is served");
+        serve_or_remove(bind(), |_| Ok::<_, ()>(())).expect("it is served");
+        assert!(path.exists());
+        // Without a store, only `serve` decides about the file.
+        std::fs::remove_file(&path).expect("it is there");
+        assert!(serve_or_give_up(bind(), |_| Err::<(), _>("refused")).is_err());
         assert!(path.exists());
     }
 
