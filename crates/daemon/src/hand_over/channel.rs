@@ -100,6 +100,12 @@ impl Channel {
         }
     }
 
+    /// Ends the stream in both directions. A message of which a part was sent stays incomplete.
+    pub fn close(&self) {
+        // An error means that the other process has closed the stream.
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+
     fn send_all(&self, mut bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         while !bytes.is_empty() {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];

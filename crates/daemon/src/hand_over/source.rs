@@ -7,6 +7,7 @@
 
 use std::ffi::OsString;
 use std::fmt;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
@@ -99,6 +100,8 @@ struct Destination<'a> {
     launcher: &'a Launcher,
     launched: Launched,
     channel: Channel,
+    /// Whether [`Message::Yours`] was sent as a whole. The process cannot take over before.
+    has_yours: bool,
 }
 
 /// Starts another process and hands over to it everything that this one serves.
@@ -307,6 +310,7 @@ fn give(
     };
     let bytes: Vec<&[u8]> = connections.iter().map(|paused| &paused.session.received[..]).collect();
     destination.send(&Message::Yours(yours), &descriptors, &bytes.concat())?;
+    destination.has_yours = true;
     reach(Step::SourceGave);
     destination.expect(Message::Mine, "take over")?;
     Ok(Gap { length: begin.elapsed(), drained, settled, ahead })
@@ -569,7 +573,7 @@ impl<'a> Destination<'a> {
         let (ours, theirs) = UnixStream::pair().context("cannot make a socket pair")?;
         let launched = launcher.launch(binary, theirs.into())?;
         let channel = Channel::new(ours.into(), VERSION).context("cannot use a socket pair")?;
-        Ok(Self { launcher, launched, channel })
+        Ok(Self { launcher, launched, channel, has_yours: false })
     }
 
     fn send(
@@ -580,6 +584,10 @@ impl<'a> Destination<'a> {
     ) -> Result<()> {
         match self.channel.send(message, descriptors, bytes) {
             Ok(()) => Ok(()),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                let binary = self.launched.program.display();
+                bail!("{binary}: the new server does not receive what it is sent")
+            }
             // The destination's last message tells more than the error.
             Err(_) => self.expect(Message::Mine, "receive what it was sent"),
         }
@@ -613,8 +621,13 @@ impl<'a> Destination<'a> {
     /// Kills the process, or refuses its report if the launcher has ended. Returns whether the
     /// process had taken over before, or may still do so.
     fn end(&mut self) -> bool {
-        let has_ended = self.launcher.kill().is_ok()
-            || self.channel.refuse("the source keeps what it serves").is_ok();
+        let is_killed = self.launcher.kill().is_ok();
+        if !self.has_yours {
+            // Further bytes could complete a message of which a part was sent, so none are sent.
+            self.channel.close();
+            return false;
+        }
+        let has_ended = is_killed || self.channel.refuse("the source keeps what it serves").is_ok();
         loop {
             match self.channel.receive(Some(Instant::now())) {
                 Ok(Some(frame)) if frame.message == Message::Mine => return true,
@@ -659,8 +672,13 @@ const HAND_OVER: &str = "--hand-over";
 
 #[cfg(test)]
 mod tests {
+    use rustix::net::sockopt;
+
     use super::*;
     use crate::hand_over::destination::report_ownership;
+
+    /// The time limit of a send that cannot succeed.
+    const TICK: Duration = Duration::from_millis(10);
 
     /// Without a launcher the process is not killed: either its report came before, or it learns
     /// that the source continues.
@@ -672,7 +690,7 @@ mod tests {
             let [channel, other] = [ours, theirs]
                 .map(|socket| Channel::new(socket.into(), VERSION).expect("a socket"));
             let launched = Launched { process: 0, program: "/x".into() };
-            (Destination { launcher: &launcher, launched, channel }, other)
+            (Destination { launcher: &launcher, launched, channel, has_yours: true }, other)
         };
         let (mut late, other) = destination();
         assert!(!late.end());
@@ -680,6 +698,16 @@ mod tests {
         let (mut early, other) = destination();
         report_ownership(&other).expect("it is in time");
         assert!(early.end());
+        // A process that has only a part of `Yours`, and reads nothing, cannot take over.
+        let (mut stuck, other) = destination();
+        stuck.has_yours = false;
+        sockopt::set_socket_timeout(&stuck.channel, sockopt::Timeout::Send, Some(TICK))
+            .expect("a socket");
+        let long = Message::Refused { why: "a message that is longer than the buffer".into() };
+        let sent = stuck.send(&long, &[], &vec![0; 16 << 20]);
+        assert!(sent.is_err_and(|error| format!("{error:#}").contains("does not receive")));
+        assert!(!stuck.end());
+        assert!(matches!(other.receive(None), Ok(None)));
         let (ours, theirs) = UnixStream::pair().expect("a socket pair");
         drop(ours);
         let orphan = Channel::new(theirs.into(), VERSION).expect("a socket");
