@@ -35,6 +35,7 @@ const SCENARIOS: &[(&str, &str)] = &[
     ("guest-vhost-user", "blockhouse-vhost-user"),
     ("nbd", "blockhouse-nbd"),
     ("ublk", "blockhouse-ublk"),
+    ("ublk-pages", "blockhouse-ublk"),
     ("ublk-costs", "blockhouse-ublk"),
     ("ublk-nvme", "blockhouse-ublk"),
     ("ublk-hostile", "blockhouse-ublk"),

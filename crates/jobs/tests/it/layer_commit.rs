@@ -98,22 +98,6 @@ async fn commit(
     control: &Arc<JobControl>,
     clock: &Rc<dyn Clock>,
 ) -> JobEnd {
-    let commit = new_commit(layers, plan).await;
-    let begun = commit.begin().await;
-    let end = match begun {
-        Ok(()) => {
-            let (control, clock) = (Arc::clone(control), Rc::clone(clock));
-            Stream::commit(Rc::clone(&commit), control, clock).run().await
-        }
-        Err(error) => JobEnd::Failed(error.to_string()),
-    };
-    let ended = commit.end().await;
-    assert!(plan == Plan::Fail || ended.is_ok(), "{ended:?}");
-    end
-}
-
-/// A commit of the last layer but one into the last one.
-async fn new_commit(layers: &Layers, plan: Plan) -> Rc<LayerCommit<SimDisk>> {
     let (disk, above) = (Arc::clone(&layers.disk), layers.above());
     let name = named("base", layers.base_format);
     let left_out = FurtherBase::new(&disk, above, 2, name).expect("layers");
@@ -125,7 +109,19 @@ async fn new_commit(layers: &Layers, plan: Plan) -> Rc<LayerCommit<SimDisk>> {
         _ => Some(Arc::new(alone(&layers.storages[above]).await)),
     };
     let base = Arc::new(base.await.expect("a base"));
-    Rc::new(LayerCommit::new(disk, left_out, upper, base).expect("memory"))
+    let commit = LayerCommit::new(disk, left_out, upper, base).expect("memory");
+    let begun = commit.begin().await;
+    let commit = Rc::new(commit);
+    let end = match begun {
+        Ok(()) => {
+            let (control, clock) = (Arc::clone(control), Rc::clone(clock));
+            Stream::commit(Rc::clone(&commit), control, clock).run().await
+        }
+        Err(error) => JobEnd::Failed(error.to_string()),
+    };
+    let ended = commit.end().await;
+    assert!(plan == Plan::Fail || ended.is_ok(), "{ended:?}");
+    end
 }
 
 /// An image without its backing file.
@@ -174,41 +170,6 @@ fn crash_at_every_point_of_a_commit_of_the_middle() {
     let test = "layer_commit::crash_at_every_point_of_a_commit_of_the_middle";
     let report = for_seeds(env!("CARGO_PKG_NAME"), test, 40, commit_of_the_middle);
     eprintln!("{report:?}");
-}
-
-/// Cancels a commit into a raw base while a read of the layer takes a minute. Returns whether the
-/// read was in flight then.
-fn cancel_while_reading(seed: u64) -> bool {
-    let Case { sim, layers, .. } = Case::new(seed, Some(Plan::Complete));
-    if layers.base_format != ImageFormat::Raw {
-        return false;
-    }
-    let (own, clock) = (sim.clone(), clock(&sim));
-    sim.block_on(async move {
-        let commit = new_commit(&layers, Plan::Complete).await;
-        commit.begin().await.expect("no faults");
-        let [.., layer, base] = &layers.storages[..] else { panic!("a base and a layer") };
-        layer.fail(Fault::late(seed % 8, Duration::from_secs(60)).of(OperationKind::Read));
-        let control = Arc::new(JobControl::default());
-        let cancel = async {
-            own.sleep(Duration::from_secs(30)).await;
-            // Otherwise the process stood still until the read had ended.
-            let is_early = own.clock().now() < Duration::from_secs(40);
-            (control.cancel() && is_early, base.content())
-        };
-        let stream = Stream::commit(Rc::clone(&commit), Arc::clone(&control), clock);
-        let (end, (is_cancelled, content)) = futures_util::future::join(stream.run(), cancel).await;
-        let is_equal = base.content() == content;
-        assert!(!is_cancelled || is_equal, "{end:?}: the base has changed after the end");
-        commit.end().await.expect("no faults");
-        is_cancelled
-    })
-}
-
-#[test]
-fn what_is_read_after_the_end_of_a_commit_is_decided_is_not_written_to_the_base() {
-    let count = (0..60).filter(|seed| cancel_while_reading(*seed)).count();
-    assert!(count > 5, "{count} of 60 were cancelled");
 }
 
 /// Whether the test would find what it is for.
