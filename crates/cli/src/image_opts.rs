@@ -205,7 +205,7 @@ impl ImageOptsArgs {
 /// Refuses options that give the image a data file, for a command that opens the image by its path.
 ///
 /// # Errors
-/// They do.
+/// The options give a data file.
 pub fn refuse_data_file(named: &Named, image: &Path) -> Result<()> {
     match named.data_file {
         Some(_) => bail!(

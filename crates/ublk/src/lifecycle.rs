@@ -149,7 +149,7 @@ pub(crate) struct Wanted {
     pub(crate) note: u64,
     /// The parameters.
     pub(crate) parameters: Parameters,
-    /// Whether a new device shall leave data in the kernel's pages, if the driver can.
+    /// Whether a new device leaves data in the kernel's pages, if the driver can.
     pub(crate) takes_pages: bool,
 }
 

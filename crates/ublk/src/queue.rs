@@ -66,7 +66,7 @@ impl DeviceQueue {
         Self { device, index, pages }
     }
 
-    /// Where the driver shall have the data of the tag's next request. `memory` is not used for
+    /// The place of the data of the tag's next request. `memory` is not used for
     /// pages.
     fn data(&self, tag: u16, memory: IoVector) -> UblkData {
         match &self.pages {

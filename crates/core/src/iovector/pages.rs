@@ -21,7 +21,7 @@ const NONE_IN_MEMORY: usize = usize::MAX;
 /// The direction in which a request's bytes move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageUse {
-    /// The request is a read: whoever carries it out fills the pages.
+    /// The request is a read, which fills the pages.
     Filled,
     /// The request is a write: the pages have its bytes.
     Stored,
@@ -213,7 +213,7 @@ mod tests {
         for (number, use_of) in USES.iter().enumerate() {
             let (mut buffer, pages) = (Buffer::new(8), pages(true));
             let vector = use_of(buffer.lend().in_pages(&pages, PageUse::Stored));
-            // What only keeps the vector need not copy.
+            // A use that only keeps the vector need not copy.
             assert_eq!(bytes(&vector), [9; 8], "use {number}");
             assert_eq!(vector.slot_of_pages(7), None, "use {number}");
             assert!(vector.is_intact() && !vector.leave_pages());

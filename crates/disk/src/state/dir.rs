@@ -39,8 +39,8 @@ struct Inner {
     user: u32,
 }
 
-/// Makes a directory that belongs to another user: under another name until it does. Nobody can
-/// foresee that name.
+/// Makes a directory that belongs to another user: under another name until it does. That name is
+/// random, because any user could take a known one.
 fn make_for(path: &Path, user: u32) -> rustix::io::Result<()> {
     let random = RandomState::new().hash_one(path);
     let aside = path.with_file_name(format!(".blockhouse-{random:x}"));

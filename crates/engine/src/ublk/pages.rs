@@ -64,7 +64,7 @@ impl UblkPages {
         &self.tags[usize::from(tag)]
     }
 
-    /// Where the driver shall register the pages of a tag's next request.
+    /// The slot in which the driver registers the pages of a tag's next request.
     pub fn data(&self, tag: u16) -> UblkData {
         // The driver's table has no slot of this number, so it registers nothing.
         UblkData::Pages(self.slots.get(usize::from(tag)).copied().unwrap_or(u16::MAX))
@@ -73,7 +73,7 @@ impl UblkPages {
     /// Copies `bytes` into the pages of a tag's read, from the byte `start` on.
     ///
     /// # Errors
-    /// The driver's error: EINVAL if the tag has no such request any more.
+    /// The driver's error: EINVAL if the tag's request has ended.
     pub fn store(&self, tag: u16, start: usize, bytes: &[u8]) -> io::Result<()> {
         let offset = data_offset(self.queue, tag) + start as u64;
         match rustix::io::pwrite(&self.file, bytes, offset)? {
