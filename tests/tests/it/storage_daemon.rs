@@ -214,7 +214,7 @@ fn bitmaps_of_another_read_only_node_are_offered() {
     }
     assert_eq!(maps[0], maps[1]);
     assert!(maps[0].contains("131072"), "{}", maps[0]);
-    // What the guest may still change has its own bitmaps only.
+    // A writable node, and a node of a format, are refused as data files.
     for (node, said) in [
         ("data", r#"{"driver":"file","node-name":"data","filename":"DIR/disk"}"#),
         (

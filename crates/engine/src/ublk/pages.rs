@@ -89,7 +89,7 @@ impl Drop for UblkPages {
     }
 }
 
-/// Fills `memory`; returns whether the file had so many bytes.
+/// Fills `memory` from the file. Returns whether the file had enough bytes.
 fn read_all(file: &OwnedFd, memory: &mut [u8], offset: u64) -> bool {
     let length = memory.len();
     rustix::io::pread(file, memory, offset) == Ok(length)
