@@ -332,6 +332,19 @@ fn commands_refuse_an_image_whose_last_server_kept_its_state_elsewhere() {
     assert!(!copy.exists());
 }
 
+/// The second server brings the changes of the first into the image, and dies before a change of
+/// its own. So the image still has the mark of the first server.
+#[test]
+fn commands_read_an_image_whose_next_server_died_before_its_first_change() {
+    let victim = killed_with_usual_state();
+    let mut next = Serve::new(&victim.scratch, &victim.image).start();
+    next.signal(Signal::KILL);
+    next.wait(Duration::from_secs(20));
+    let copy = victim.scratch.path("copy.qcow2");
+    let copied = command(&["convert", str(&victim.image), str(&copy)]).success();
+    assert_eq!(copied.stderr, "");
+}
+
 #[test]
 fn commands_that_read_refuse_an_image_that_lacks_changes_and_those_that_look_say_so() {
     let victim = killed_with_usual_state();

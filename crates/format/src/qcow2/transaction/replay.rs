@@ -98,9 +98,13 @@ impl<S: Storage> ImageRedo<'_, S> {
     }
 
     /// Whether the session bits show that another program has opened the image for writing since
-    /// the process with the log in `memory` died. A [`replay`](Self::replay) would refuse that log.
+    /// the process with the log in `memory` died. A [`replay`](Self::replay) would refuse a change
+    /// of that log.
     pub fn is_outdated(&self, memory: &dyn StateMemory) -> bool {
-        refusal(&self.image.metadata, RedoLog::session_in(memory)).is_some()
+        // A process that changed nothing has left the bits of an earlier session as it found them.
+        let is_unchanged =
+            self.has_session_bit() && self.session_bits() == RedoLog::earlier_session_in(memory);
+        !is_unchanged && refusal(&self.image.metadata, RedoLog::session_in(memory)).is_some()
     }
 
     /// Empties `log`, and from now on records in `log` changes that are linked and not yet on disk.
@@ -108,7 +112,8 @@ impl<S: Storage> ImageRedo<'_, S> {
     /// must call this method before any change.
     pub fn attach(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
-        metadata.autoclear().attach_redo_log(RedoLog::new(log, metadata.geometry()));
+        let log = RedoLog::new(log, metadata.geometry(), self.session_bits());
+        metadata.autoclear().attach_redo_log(log);
     }
 
     /// As [`attach`](Self::attach), if this process replaces a process that has settled the image
@@ -117,7 +122,7 @@ impl<S: Storage> ImageRedo<'_, S> {
     /// which can no longer be found.
     pub fn take_over(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
-        let found = metadata.lock().tables.headers.disk().autoclear & SESSION_BITS;
+        let found = self.session_bits();
         match found & SESSION {
             0 => self.attach(log),
             _ => metadata.autoclear().attach_redo_log(RedoLog::of_session(
@@ -137,7 +142,12 @@ impl<S: Storage> ImageRedo<'_, S> {
     /// Whether the header has the mark of a process that keeps a redo log. That process has the
     /// image open, or was killed.
     pub fn has_session_bit(&self) -> bool {
-        self.image.metadata.lock().tables.headers.disk().autoclear & SESSION != 0
+        self.session_bits() & SESSION != 0
+    }
+
+    /// The session bits of the header on disk.
+    fn session_bits(&self) -> u64 {
+        self.image.metadata.lock().tables.headers.disk().autoclear & SESSION_BITS
     }
 }
 

@@ -50,13 +50,14 @@ const MAX_RECORDS_PER_CHANGE: u64 = 3;
 /// "BHRedo", and the version of this layout.
 const MAGIC: u64 = 0x4248_5265_646f_0002;
 
-/// The words before the records: the magic number, the geometry of the image, head and tail, and
-/// the autoclear bits that the image has from the first change on.
+/// The words before the records: the magic number, the geometry of the image, head and tail, the
+/// autoclear bits that the image has from the first change on, and those that it had before.
 const MAGIC_WORD: usize = 0;
 const GEOMETRY_WORD: usize = 1;
 const HEAD_WORD: usize = 2;
 const TAIL_WORD: usize = 3;
 const SESSION_WORD: usize = 4;
+const EARLIER_SESSION_WORD: usize = 5;
 const FIRST_RECORD: usize = 8;
 
 /// The fewest records for which memory is reserved at a time.
@@ -82,18 +83,28 @@ pub(crate) struct RedoLog {
 }
 
 impl RedoLog {
-    /// An empty log of a new session in `memory`. The old content of `memory` is ignored.
-    pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry) -> Self {
+    /// An empty log of a new session in `memory`. The old content of `memory` is ignored. The
+    /// session bits of the image are those of an `earlier` session until the first change.
+    pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry, earlier: u64) -> Self {
         // Images of version 2 have no autoclear bits.
         let session = if geometry.version >= 3 { new_session() } else { 0 };
-        Self::of_session(memory, geometry, session)
+        Self::of_sessions(memory, geometry, session, earlier)
     }
 
-    /// As [`new`](Self::new), of the session with these autoclear bits.
+    /// As [`new`](Self::new), of the `session` that the image has already.
     pub(crate) fn of_session(
         memory: Arc<dyn StateMemory>,
         geometry: Geometry,
         session: u64,
+    ) -> Self {
+        Self::of_sessions(memory, geometry, session, session)
+    }
+
+    fn of_sessions(
+        memory: Arc<dyn StateMemory>,
+        geometry: Geometry,
+        session: u64,
+        earlier: u64,
     ) -> Self {
         // Without the magic number, the log counts as empty while the other words change.
         memory.store(MAGIC_WORD, 0);
@@ -101,6 +112,7 @@ impl RedoLog {
         memory.store(TAIL_WORD, 0);
         memory.store(GEOMETRY_WORD, geometry_word(geometry));
         memory.store(SESSION_WORD, session);
+        memory.store(EARLIER_SESSION_WORD, earlier);
         memory.store(MAGIC_WORD, MAGIC);
         let reserved = least_reserved(&*memory);
         Self { memory: Some(memory), session, reserved, ..Self::default() }
@@ -222,6 +234,11 @@ impl RedoLog {
     /// The autoclear bits of an image whose latest changes were made by a process with this log.
     pub(crate) fn session_in(memory: &dyn StateMemory) -> u64 {
         memory.load(SESSION_WORD) & SESSION_BITS
+    }
+
+    /// The autoclear bits of an image that a process with this log has opened and not changed.
+    pub(crate) fn earlier_session_in(memory: &dyn StateMemory) -> u64 {
+        memory.load(EARLIER_SESSION_WORD) & SESSION_BITS
     }
 
     /// The records that a log has, the oldest first.

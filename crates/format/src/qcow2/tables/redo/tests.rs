@@ -30,7 +30,7 @@ fn zeroed(host: u64) -> RedoChange {
 #[test]
 fn a_log_has_what_was_appended_and_not_trimmed() {
     let memory = memory(4);
-    let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+    let mut log = RedoLog::new(memory.clone(), GEOMETRY, 0);
     let records: Vec<_> = (0..7).map(|n| set(n..n + 2, 100 + n)).collect();
     for (number, record) in records.iter().enumerate() {
         log.append(record, GEOMETRY);
@@ -62,7 +62,7 @@ fn memory_of_any_words_has_a_bounded_number_of_records() {
 
 #[test]
 fn a_change_is_prepared_only_where_its_records_have_room() {
-    let mut log = RedoLog::new(memory(7), GEOMETRY);
+    let mut log = RedoLog::new(memory(7), GEOMETRY, 0);
     assert!(log.check_room(0).is_ok() && log.check_room(1).is_ok());
     assert!(matches!(log.check_room(2), Err(Blocked::DirtyLimit)));
     log.append(&set(0..1, 9), GEOMETRY);
@@ -123,7 +123,7 @@ impl StateMemory for Limited {
 #[test]
 fn a_log_takes_memory_as_it_needs_it_and_gives_it_back_when_it_is_empty() {
     let memory = Limited::new(10_000, usize::MAX);
-    let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+    let mut log = RedoLog::new(memory.clone(), GEOMETRY, 0);
     for number in 0..9_000 {
         assert!(log.check_room(5).is_ok());
         log.append(&set(number..number + 1, number), GEOMETRY);
@@ -147,7 +147,7 @@ fn a_log_takes_memory_as_it_needs_it_and_gives_it_back_when_it_is_empty() {
 #[test]
 fn changes_that_were_prepared_have_memory_when_an_empty_log_gives_it_back() {
     let memory = Limited::new(10_000, usize::MAX);
-    let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+    let mut log = RedoLog::new(memory.clone(), GEOMETRY, 0);
     log.append(&set(0..1, 9), GEOMETRY);
     // There is room for 1,001 prepared changes: 1,000 pending ones and one more.
     assert!(log.check_room(1_000).is_ok());
@@ -161,7 +161,7 @@ fn changes_that_were_prepared_have_memory_when_an_empty_log_gives_it_back() {
 #[test]
 fn where_the_host_has_no_memory_the_log_is_full_until_it_is_empty() {
     let memory = Limited::new(10_000, 2 * RESERVED_WORDS);
-    let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+    let mut log = RedoLog::new(memory.clone(), GEOMETRY, 0);
     for _ in 0..3 {
         let mut appended = 0;
         while log.check_room(0).is_ok() {
@@ -177,9 +177,9 @@ fn where_the_host_has_no_memory_the_log_is_full_until_it_is_empty() {
 #[test]
 fn a_new_log_is_empty_whatever_the_memory_held() {
     let memory = memory(4);
-    let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+    let mut log = RedoLog::new(memory.clone(), GEOMETRY, 0);
     log.append(&set(0..1, 9), GEOMETRY);
-    drop(RedoLog::new(memory.clone(), GEOMETRY));
+    drop(RedoLog::new(memory.clone(), GEOMETRY, 0));
     assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), []);
 }
 
@@ -187,7 +187,7 @@ fn a_new_log_is_empty_whatever_the_memory_held() {
 fn nonsense_is_refused() {
     let memory = memory(4);
     let refused = |index: usize, value: u64| {
-        let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+        let mut log = RedoLog::new(memory.clone(), GEOMETRY, 0);
         log.append(&set(3..5, 9), GEOMETRY);
         assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap().len(), 1);
         memory.store(index, value);
