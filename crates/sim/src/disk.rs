@@ -24,6 +24,7 @@ use crate::faults::Failure;
 use crate::media::{Media, SECTOR};
 use crate::process::Process;
 use crate::state::State;
+use crate::wrapped;
 use crate::{Clock, Config, Fault, Latency, Operation, Sim, Size, Support};
 
 /// A simulated disk. A clone is another handle of the same disk. A [close](Storage::close) concerns
@@ -32,6 +33,8 @@ use crate::{Clock, Config, Fault, Latency, Operation, Sim, Size, Support};
 pub struct SimDisk {
     shared: Arc<Shared>,
     is_closed: AtomicBool,
+    /// The storage whose methods are called instead.
+    wrapped: Option<Arc<dyn wrapped::Wrapped>>,
 }
 
 struct Shared {
@@ -68,7 +71,14 @@ impl SimDisk {
     }
 
     fn over(shared: Arc<Shared>) -> Self {
-        Self { shared, is_closed: AtomicBool::new(false) }
+        Self { shared, is_closed: AtomicBool::new(false), wrapped: None }
+    }
+
+    /// A storage of another kind under this type, for example one that is wrong on purpose. Only
+    /// the methods of [`Storage`] concern that storage.
+    pub fn wrapping(storage: impl Storage + Send + Sync) -> Self {
+        let unused = Self::new(&Sim::new(0), Config::default(), Vec::new());
+        Self { wrapped: Some(Arc::new(storage)), ..unused }
     }
 
     /// The operations since the last call, in the order in which they started.
@@ -265,12 +275,23 @@ impl Drop for OperationGuard<'_> {
     }
 }
 
+/// Returns the result of the method of the wrapped storage, if there is one.
+macro_rules! forward {
+    ($disk:ident, $($call:tt)+) => {
+        if let Some(wrapped) = &$disk.wrapped {
+            return wrapped.$($call)+;
+        }
+    };
+}
+
 impl Storage for SimDisk {
     fn name(&self) -> &str {
+        forward!(self, name());
         "simulated disk"
     }
 
     fn capabilities(&self) -> Capabilities {
+        forward!(self, capabilities());
         let state = self.shared.state.lock();
         let offload = |support| match support {
             Support::No => Offload::Unavailable,
@@ -290,20 +311,24 @@ impl Storage for SimDisk {
     }
 
     fn size(&self) -> u64 {
+        forward!(self, size());
         self.shared.size.load(Ordering::Relaxed)
     }
 
     fn grows_with_zeros(&self) -> bool {
+        forward!(self, grows_with_zeros());
         self.shared.state.lock().config.size == Size::Grows
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
+        forward!(self, read(offset, into).await);
         let range = ByteRange::between(offset, offset + into.len() as u64);
         self.assert_aligned(range, Some(&into));
         self.operate(Operation::Read(range), Some(into)).await
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        forward!(self, write(offset, from, durability).await);
         let range = ByteRange::between(offset, offset + from.len() as u64);
         self.assert_aligned(range, Some(&from));
         let is_whole = range.is_aligned(self.shared.alignment.offset.into());
@@ -320,6 +345,7 @@ impl Storage for SimDisk {
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        forward!(self, write_zeroes(range, unmap).await);
         self.assert_aligned(range, None);
         assert!(range.end() <= self.size(), "a zero write past the end: {range}");
         self.operate(Operation::WriteZeroes(range, unmap), None).await
@@ -327,21 +353,25 @@ impl Storage for SimDisk {
 
     /// Puts zeros into the cache, as a write does.
     async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        forward!(self, prepare_zeroes(range, held).await);
         self.assert_aligned(range, None);
         self.operate(Operation::PrepareZeroes(range), Some(held)).await
     }
 
     async fn free_space(&self) -> Result<Option<u64>> {
+        forward!(self, free_space().await);
         Ok(self.shared.state.lock().config.free_space)
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {
+        forward!(self, discard(range).await);
         self.assert_aligned(range, None);
         assert!(range.end() <= self.size(), "a discard past the end: {range}");
         self.operate(Operation::Discard(range), None).await
     }
 
     async fn flush(&self, sync: SyncMode) -> Result<()> {
+        forward!(self, flush(sync).await);
         self.wait_for_detached().await;
         let lost = self.shared.state.lock().unreported_errno.take();
         if let Some(errno) = lost {
@@ -353,6 +383,7 @@ impl Storage for SimDisk {
     }
 
     fn check_size(&self, size: u64) -> Result<()> {
+        forward!(self, check_size(size));
         if self.shared.state.lock().config.size == Size::Grows || size == self.size() {
             return Ok(());
         }
@@ -361,21 +392,25 @@ impl Storage for SimDisk {
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
+        forward!(self, resize(size).await);
         self.operate(Operation::Resize(size), None).await
     }
 
     /// The number of changes that have started, in nanoseconds.
     async fn last_change(&self) -> Result<Option<Duration>> {
+        forward!(self, last_change().await);
         Ok(Some(Duration::from_nanos(self.shared.state.lock().changes)))
     }
 
     async fn extend_hint(&self, size: u64) {
+        forward!(self, extend_hint(size).await);
         // An error is ignored, because a storage may refuse the hint.
         let _ = self.operate(Operation::Lengthen(size), None).await;
     }
 
     /// Reports sectors of zeros as holes.
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        forward!(self, block_status(range).await);
         self.operate(Operation::Status(range), None).await?;
         let state = self.shared.state.lock();
         let is_hole = |sector: u64| {
@@ -392,14 +427,17 @@ impl Storage for SimDisk {
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        forward!(self, prefetch(range).await);
         self.operate(Operation::Prefetch(range), None).await
     }
 
     fn needs_close(&self) -> bool {
+        forward!(self, needs_close());
         self.shared.needs_close
     }
 
     async fn close(&self) -> Result<()> {
+        forward!(self, close().await);
         if !self.needs_close() || self.is_closed.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -411,6 +449,7 @@ impl Storage for SimDisk {
 
 impl Clone for SimDisk {
     fn clone(&self) -> Self {
-        Self::over(Arc::clone(&self.shared))
+        let wrapped = self.wrapped.clone();
+        Self { wrapped, ..Self::over(Arc::clone(&self.shared)) }
     }
 }

@@ -42,6 +42,7 @@ mod seeds;
 mod state;
 mod system;
 mod workload;
+mod wrapped;
 
 pub use capabilities::PLAIN_CAPABILITIES;
 pub use clock::Clock;

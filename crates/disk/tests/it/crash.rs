@@ -3,20 +3,20 @@
 
 use std::future::Future;
 
-use blockhouse_core::{Durability, Request, Result, Storage};
+use blockhouse_core::{Durability, Request, Result};
 use blockhouse_disk::{Disk, Options};
 use blockhouse_sim::{ImageState, Rng, SimDisk, SystemUnderTest, Workload, explore, for_seeds};
 
-use crate::storages::{AnyStorage, Lie, Lying};
+use crate::storages::{Lie, Lying};
 
 /// A disk over a raw image, as exports see it.
-struct Served<S: Storage> {
-    disk: Disk<S>,
+struct Served {
+    disk: Disk<SimDisk>,
     options: Options,
 }
 
-impl<S: Storage> Served<S> {
-    fn new(storage: S, random: &mut Rng) -> Self {
+impl Served {
+    fn new(storage: SimDisk, random: &mut Rng) -> Self {
         let durability = match random.u8(..4) {
             0 => Durability::Data,
             _ => Durability::None,
@@ -27,7 +27,7 @@ impl<S: Storage> Served<S> {
     }
 }
 
-impl<S: Storage> SystemUnderTest for Served<S> {
+impl SystemUnderTest for Served {
     fn others(&self) -> Vec<SimDisk> {
         Vec::new()
     }
@@ -60,13 +60,13 @@ impl<S: Storage> SystemUnderTest for Served<S> {
 #[test]
 fn crash_at_every_point() {
     for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_point", 20_000, |seed| {
-        explore(seed, &Workload::default(), |disk: SimDisk, random| Served::new(disk, random))
+        explore(seed, &Workload::default(), Served::new)
     });
 }
 
 #[test]
 fn a_seed_says_the_same_twice() {
-    let run = |seed| explore(seed, &Workload::default(), Served::<SimDisk>::new);
+    let run = |seed| explore(seed, &Workload::default(), Served::new);
     for seed in 0..300 {
         assert_eq!(run(seed), run(seed), "seed {seed}");
     }
@@ -76,7 +76,7 @@ fn a_seed_says_the_same_twice() {
 fn is_caught(lie: Lie, seeds: u64) -> bool {
     (0..seeds).any(|seed| {
         let build =
-            |disk, random: &mut Rng| Served::new(AnyStorage::Lying(Lying { disk, lie }), random);
+            |disk, random: &mut Rng| Served::new(SimDisk::wrapping(Lying { disk, lie }), random);
         explore(seed, &Workload::default(), build).is_err()
     })
 }

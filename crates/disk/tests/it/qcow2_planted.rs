@@ -5,9 +5,11 @@
 //! written late is held back in memory, seen by reads, until after the flush or durable write that
 //! should have covered it.
 
+use blockhouse_sim::SimDisk;
+
 use crate::crashed::jury::Jury;
 use crate::crashed::{Kind, explore_kind};
-use crate::storages::{AnyStorage, Broken, Policy};
+use crate::storages::{Broken, Policy};
 
 /// The first of these seeds whose finding contains this word, and the finding. A wrong order may
 /// show in other ways first, such as clusters that leak.
@@ -16,7 +18,7 @@ fn found_by(policy: Policy, kind: Kind, seeds: u64, word: &str) -> Option<(u64, 
     static JURY: Jury = Jury::for_one_in(u32::MAX);
     (0..seeds).find_map(|seed| {
         let explored =
-            explore_kind(kind, seed, &JURY, |disk| AnyStorage::Broken(Broken::new(disk, policy)));
+            explore_kind(kind, seed, &JURY, |disk| SimDisk::wrapping(Broken::new(disk, policy)));
         let violation = explored.err().filter(|violation| violation.contains(word))?;
         Some((seed, violation))
     })

@@ -20,7 +20,7 @@ use blockhouse_sim::{
 
 use crate::common::{Rig, steady, write};
 use crate::crashed::{plain_config, read_all};
-use crate::storages::{AnyStorage, Broken, Policy};
+use crate::storages::{Broken, Policy};
 
 pub const CLUSTER: u64 = 65_536;
 pub const SIZE: u64 = 512 * CLUSTER;
@@ -241,10 +241,10 @@ enum Guests {
 ///
 /// # Errors
 /// In words, what an image that was left must not be.
-fn crash_everywhere<S: Storage>(
+fn crash_everywhere(
     seed: u64,
     guests: Guests,
-    wrap: impl FnOnce(SimDisk) -> S,
+    wrap: impl FnOnce(SimDisk) -> SimDisk,
 ) -> Result<(), String> {
     let (sim, mut random) = (Sim::new(seed), Rng::with_seed(seed));
     let latency = Latency { data: 1..=100, flush: 1..=300 };
@@ -338,7 +338,7 @@ fn no_crash_shows_what_was_in_prepared_space_before() {
 
 #[test]
 fn space_that_counts_as_prepared_too_early_is_found_out() {
-    let early = |disk| AnyStorage::Broken(Broken::new(disk, Policy::PreparedEarly));
+    let early = |disk| SimDisk::wrapping(Broken::new(disk, Policy::PreparedEarly));
     let found = (0..40).find_map(|seed| crash_everywhere(seed, Guests::Scattered, early).err());
     eprintln!("{:?}", found.expect("it went unnoticed"));
     // Clusters that are mapped ahead to such space show it without being written.

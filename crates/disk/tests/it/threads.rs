@@ -10,8 +10,9 @@ use std::thread::{self, Thread};
 use blockhouse_core::{Buffer, Durability, Request};
 use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
+use blockhouse_sim::SimDisk;
 
-use crate::storages::{AnyStorage, Memory};
+use crate::storages::Memory;
 
 struct Unpark(Thread);
 
@@ -41,7 +42,7 @@ const BLOCKS: usize = 8;
 /// Writes and flushes on all threads; `stable` must have each round's bytes when its flush returns.
 fn contend(block: u32) -> (u64, u64) {
     let memory = Memory::new(vec![0; 512 * BLOCKS], block);
-    let disk = Disk::raw(AnyStorage::Memory(memory.clone()), Options::default()).unwrap();
+    let disk = Disk::raw(SimDisk::wrapping(memory.clone()), Options::default()).unwrap();
     thread::scope(|scope| {
         for number in 0..THREADS {
             let (disk, memory) = (&disk, &memory);
@@ -87,7 +88,7 @@ fn threads_share_rounds_of_tables() {
         let size = THREADS as u64 * EACH * CLUSTER;
         let image = CreateOptions { cluster_size: CLUSTER, ..CreateOptions::new(size) };
         qcow2::create(&memory, &image).await.unwrap();
-        let storage = AnyStorage::Memory(memory.clone());
+        let storage = SimDisk::wrapping(memory.clone());
         Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.unwrap()
     });
     thread::scope(|scope| {
@@ -119,7 +120,7 @@ fn bytes(byte: u8) -> Buffer {
 
 /// 512 bytes at `offset` of the disk, from what is stable of its image.
 fn left_at(memory: &Memory, offset: u64) -> Vec<u8> {
-    let left = AnyStorage::Memory(Memory::new(memory.stable(), 1));
+    let left = SimDisk::wrapping(Memory::new(memory.stable(), 1));
     let disk = block_on(Disk::open(left, ImageFormat::Qcow2, Options::default())).unwrap();
     let mut buffer = Buffer::new(512);
     block_on(disk.submit(Request::Read { offset, into: buffer.lend() })).unwrap();

@@ -17,8 +17,9 @@ use blockhouse_disk::{Disk, Options, RateLimits, ThrottleGroup};
 use blockhouse_engine::{Clock, EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::CreateOptions;
 
+use blockhouse_sim::SimDisk;
+
 use crate::common::{Rig, steady};
-use crate::storages::AnyStorage;
 
 /// A clock that stands still: what waits, waits until something else lets it go.
 struct StoppedClock;
@@ -149,7 +150,7 @@ fn no_wake_up_is_lost_between_loops() {
     let group = ThrottleGroup::new(iops(20_000));
     let open = || {
         let file = HostFile::open(file.path(), OpenMode::ReadOnly, PageCache::Used).unwrap();
-        let disk = Arc::new(Disk::raw(AnyStorage::HostFile(file), Options::default()).unwrap());
+        let disk = Arc::new(Disk::raw(SimDisk::wrapping(file), Options::default()).unwrap());
         disk.throttle().set_group(Some(Arc::clone(&group)));
         disk
     };
@@ -192,7 +193,7 @@ fn no_wake_up_is_lost_between_loops() {
 
 /// Reads until this many reads were carried out; one of four is dropped after a while if it still
 /// waits.
-async fn read_and_drop(disk: Arc<Disk<AnyStorage>>, done: Arc<AtomicU64>, count: u64, seed: u64) {
+async fn read_and_drop(disk: Arc<Disk<SimDisk>>, done: Arc<AtomicU64>, count: u64, seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut left = count;
     while left > 0 {
@@ -226,7 +227,7 @@ fn a_loop_that_is_held_up_delays_no_other_loop_of_the_group() {
     // now and then.
     let serve = |tasks: usize, is_held_up: bool| {
         let file = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used).unwrap();
-        let disk = Arc::new(Disk::raw(file, Options::default()).unwrap());
+        let disk = Arc::new(Disk::raw(SimDisk::wrapping(file), Options::default()).unwrap());
         disk.throttle().set_group(Some(Arc::clone(group)));
         let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
         let longest = Rc::new(Cell::new(Duration::ZERO));

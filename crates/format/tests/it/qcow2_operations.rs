@@ -87,6 +87,34 @@ fn a_lone_durable_write_that_allocates_is_three_durable_writes() {
 }
 
 #[test]
+fn the_first_allocation_in_a_file_without_a_free_cluster_reads_few_refcounts() {
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    sim.block_on(async move {
+        // A refcount block counts 64 clusters.
+        let options =
+            CreateOptions { refcount_bits: 64, cluster_size: 512, ..CreateOptions::new(2 << 20) };
+        create(&disk, &options).await.unwrap();
+        let image = Qcow2::open(disk.clone(), OpenOptions::default()).await.unwrap();
+        write(&image, 0, &[1; 1 << 20], 0).await.unwrap();
+        image.close().await.unwrap();
+        let image = Qcow2::open(disk.clone(), OpenOptions::default()).await.unwrap();
+        let reads = async |at| {
+            disk.take_log();
+            write(&image, at, &[2; 512], 0).await.unwrap();
+            kinds(&disk.take_log()).into_iter().filter(|&kind| kind == OperationKind::Read).count()
+        };
+        let first = reads(1 << 20).await;
+        assert!(first <= 12, "{first} reads");
+        let mut all = first;
+        for number in 1..100 {
+            all += reads((1 << 20) + number * 512).await;
+        }
+        assert!(all > 32, "the rest of the file is searched for free clusters: {all} reads");
+    });
+}
+
+#[test]
 fn an_overwrite_is_pure_as_soon_as_its_own_mapping_is_durable() {
     let sim = Sim::new(1);
     let (_, image) = new_image(&sim);

@@ -8,6 +8,7 @@ use blockhouse_format::qcow2::{
     Backing, Compression, CreateOptions, OpenOptions, Preallocation, Qcow2, Switch, Version, check,
     create,
 };
+use blockhouse_sim::SimDisk;
 use futures_executor::block_on;
 use proptest::prelude::*;
 
@@ -78,13 +79,13 @@ fn kinds() -> impl Strategy<Value = CreateOptions> {
 
 struct Disk<'a> {
     path: &'a Path,
-    image: Option<Qcow2<FileStorage>>,
+    image: Option<Qcow2<SimDisk>>,
     model: Vec<u8>,
     behind: u8,
 }
 
 impl Disk<'_> {
-    fn image(&self) -> &Qcow2<FileStorage> {
+    fn image(&self) -> &Qcow2<SimDisk> {
         self.image.as_ref().expect("an open image")
     }
 

@@ -51,10 +51,12 @@ struct Broken {
 }
 
 impl Broken {
-    fn new(sim: &Sim, random: &mut Rng, policy: Policy, content: Vec<u8>) -> Self {
+    /// A new storage with this content.
+    fn new(sim: &Sim, random: &mut Rng, policy: Policy, content: Vec<u8>) -> SimDisk {
         let config = Config { write_cache: WriteCache::Volatile, ..Config::random(random) };
         let disk = SimDisk::new(sim, config, content);
-        Self { disk, policy, held: Mutex::default(), writes: AtomicU64::new(0) }
+        let (held, writes) = (Mutex::default(), AtomicU64::new(0));
+        SimDisk::wrapping(Self { disk, policy, held, writes })
     }
 }
 
@@ -92,7 +94,7 @@ impl Storage for Broken {
 }
 
 /// Overwrites blocks of a disk for a while.
-async fn overwrite(disk: Arc<Disk<Broken>>, sim: Sim, mut random: Rng) {
+async fn overwrite(disk: Arc<Disk<SimDisk>>, sim: Sim, mut random: Rng) {
     for _ in 0..40 {
         let mut buffer = Buffer::new(BLOCK as usize);
         buffer.bytes_mut().fill(0xee);
@@ -117,7 +119,7 @@ async fn freeze_one(
     random: &mut Rng,
     policy: Policy,
     timer: Option<CopyTimer>,
-) -> (Arc<Disk<Broken>>, Rc<FrozenDisk<Broken>>) {
+) -> (Arc<Disk<SimDisk>>, Rc<FrozenDisk<SimDisk>>) {
     let source = Broken::new(sim, random, Policy::Right, content());
     let source = Arc::new(Disk::raw(source, Options::default()).expect("a disk"));
     let scratch = Broken::new(sim, random, policy, vec![0; SIZE as usize]);
@@ -172,14 +174,14 @@ fn the_wrapper_itself_changes_nothing() {
 }
 
 /// Writes a block of a disk.
-async fn write(disk: &Disk<Broken>, block: u64) {
+async fn write(disk: &Disk<SimDisk>, block: u64) {
     let mut buffer = Buffer::new(BLOCK as usize);
     buffer.bytes_mut().fill(0xee);
     let (offset, from, durability) = (block * BLOCK, buffer.lend(), Durability::None);
     disk.submit(Request::Write { offset, from, durability }).await.expect("a guest's write");
 }
 
-async fn is_as_it_was(frozen: &FrozenDisk<Broken>, block: u64) -> Result<bool> {
+async fn is_as_it_was(frozen: &FrozenDisk<SimDisk>, block: u64) -> Result<bool> {
     let mut buffer = Buffer::new(BLOCK as usize);
     frozen.read(block * BLOCK, buffer.lend()).await?;
     let start = block * BLOCK;

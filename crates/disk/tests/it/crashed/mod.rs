@@ -9,7 +9,7 @@ pub mod jury;
 use std::cell::RefCell;
 use std::future::Future;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage, ToolProgress};
+use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, ToolProgress};
 use blockhouse_crypt::SectorCipher;
 use blockhouse_disk::{Access, BitmapActivity, Disk, Image, ImageFormat, Options};
 use blockhouse_format::NewLuks;
@@ -69,8 +69,8 @@ impl Kind {
 }
 
 /// A disk over a qcow2 image, as exports see it.
-struct Served<'a, S: Storage> {
-    disk: Disk<S>,
+struct Served<'a> {
+    disk: Disk<SimDisk>,
     /// The storage below the image.
     storage: SimDisk,
     least: Durability,
@@ -89,12 +89,12 @@ pub fn plain_config() -> Config {
 }
 
 /// Opens a qcow2 image, with its backing file and its data file where it has them.
-pub async fn open<S: Storage>(
-    storage: S,
-    base: Option<S>,
-    data: Option<S>,
+pub async fn open(
+    storage: SimDisk,
+    base: Option<SimDisk>,
+    data: Option<SimDisk>,
     options: Options,
-) -> Result<Disk<S>> {
+) -> Result<Disk<SimDisk>> {
     let image = Image::open(storage, ImageFormat::Qcow2, options).await?;
     let image = match image.read_encryption().await? {
         Some(encryption) => image.with_cipher(encryption, cipher(), None)?,
@@ -191,7 +191,7 @@ fn image_of(
     (storage.content(), data.map(|data| data.content()))
 }
 
-impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
+impl SystemUnderTest for Served<'static> {
     fn submit(&self, request: Request) -> impl Future<Output = Result<()>> {
         self.disk.submit(request)
     }
@@ -319,11 +319,11 @@ async fn go_on(disk: Disk<SimDisk>, number: u64) -> std::result::Result<(), Stri
 ///
 /// # Errors
 /// The forbidden content that was seen, in words.
-pub fn explore_kind<S: Storage + 'static>(
+pub fn explore_kind(
     kind: Kind,
     seed: u64,
     jury: &'static Jury,
-    wrap: impl Fn(SimDisk) -> S,
+    wrap: impl Fn(SimDisk) -> SimDisk,
 ) -> std::result::Result<Report, String> {
     let base = RefCell::new(None);
     let checkpoint = RefCell::new(None);

@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicU64;
 
 use blockhouse_core::{
-    Alignment, Buffer, Durability, Fua, Request, Result, StateMemory, Storage, ToolProgress,
+    Alignment, Buffer, Durability, Fua, Request, Result, StateMemory, ToolProgress,
 };
 use blockhouse_disk::{
     Access, CompressResult, DetectZeroes, Discard, Disk, Image, ImageFormat, Options,
@@ -287,27 +287,27 @@ impl Layout {
 
     /// Opens the disk over its images; `wrap` stands between the disk and each storage that can
     /// crash.
-    pub async fn open<S: Storage>(
+    pub async fn open(
         &self,
         sim: &Sim,
         storage: SimDisk,
         data: Option<SimDisk>,
         backing: &BackingImages,
-        wrap: impl Fn(SimDisk) -> S,
-    ) -> Result<Disk<S>> {
+        wrap: impl Fn(SimDisk) -> SimDisk,
+    ) -> Result<Disk<SimDisk>> {
         let nothing = Vec::<AtomicU64>::new();
         self.open_before_replay(sim, (storage, data), backing, wrap, &nothing).await
     }
 
     /// As [`open`](Self::open), for a replay of `log`.
-    pub async fn open_before_replay<S: Storage>(
+    pub async fn open_before_replay(
         &self,
         sim: &Sim,
         (storage, data): (SimDisk, Option<SimDisk>),
         backing: &BackingImages,
-        wrap: impl Fn(SimDisk) -> S,
+        wrap: impl Fn(SimDisk) -> SimDisk,
         log: &dyn StateMemory,
-    ) -> Result<Disk<S>> {
+    ) -> Result<Disk<SimDisk>> {
         if self.format == ImageFormat::Raw {
             return Disk::raw(wrap(storage), self.options);
         }
@@ -330,7 +330,7 @@ impl Layout {
     }
 }
 
-pub async fn read_all<S: Storage>(disk: &Disk<S>) -> Result<Vec<u8>> {
+pub async fn read_all(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
     let mut buffer = Buffer::new(disk.size() as usize);
     disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await?;
     Ok(buffer.bytes().to_vec())

@@ -10,27 +10,26 @@ use blockhouse_sim::{Rng, SimDisk, SimMemory};
 
 use super::layout::Layout;
 use super::service::{Hardware, State, explore};
-use crate::storages::{AnyStorage, Broken, Flaw, FlawedMemory, FlawedStorage, Policy};
+use crate::storages::{Broken, Flaw, FlawedMemory, FlawedStorage, Policy};
 
 /// Makes hosts with this flaw.
 #[derive(Clone, Copy)]
 struct Flawed(Flaw);
 
 impl Hardware for Flawed {
-    type Storage = AnyStorage;
     type Memory = FlawedMemory;
 
     fn memory(&self, memory: Arc<SimMemory>) -> Arc<FlawedMemory> {
         Arc::new(FlawedMemory::new(memory, self.0))
     }
 
-    fn storage(&self, disk: SimDisk, memory: &Arc<FlawedMemory>) -> AnyStorage {
+    fn storage(&self, disk: SimDisk, memory: &Arc<FlawedMemory>) -> SimDisk {
         let policy = match self.0 {
             Flaw::RefcountsLate => Policy::RefcountsLate,
             _ => Policy::Right,
         };
         let disk = Broken::new(disk, policy);
-        AnyStorage::Flawed(FlawedStorage::new(disk, Arc::clone(memory), self.0))
+        SimDisk::wrapping(FlawedStorage::new(disk, Arc::clone(memory), self.0))
     }
 }
 

@@ -6,7 +6,7 @@ use std::future::Future;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockhouse_core::{Durability, Error, ErrorKind, Request, Result, StateMemory, Storage};
+use blockhouse_core::{Durability, Error, ErrorKind, Request, Result, StateMemory};
 use blockhouse_disk::{CompressResult, Disk, ImageFormat, Replay};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_sim::{
@@ -26,12 +26,11 @@ pub enum State {
 
 /// The layer between the server and its host: none, or one that is wrong on purpose.
 pub trait Hardware: Clone + 'static {
-    type Storage: Storage + 'static;
     type Memory: StateMemory + 'static;
 
     fn memory(&self, memory: Arc<SimMemory>) -> Arc<Self::Memory>;
 
-    fn storage(&self, disk: SimDisk, memory: &Arc<Self::Memory>) -> Self::Storage;
+    fn storage(&self, disk: SimDisk, memory: &Arc<Self::Memory>) -> SimDisk;
 }
 
 /// The host as it is.
@@ -39,7 +38,6 @@ pub trait Hardware: Clone + 'static {
 pub struct Sound;
 
 impl Hardware for Sound {
-    type Storage = SimDisk;
     type Memory = SimMemory;
 
     fn memory(&self, memory: Arc<SimMemory>) -> Arc<SimMemory> {
@@ -68,8 +66,8 @@ pub struct Server<H> {
 type Snapshots = BTreeMap<String, bool>;
 
 /// A running server.
-pub struct Served<S: Storage> {
-    disk: Disk<S>,
+pub struct Served {
+    disk: Disk<SimDisk>,
     sim: Sim,
     layout: Layout,
     backing: BackingImages,
@@ -79,7 +77,7 @@ pub struct Served<S: Storage> {
 }
 
 impl<H: Hardware> Service for Server<H> {
-    type System = Served<H::Storage>;
+    type System = Served;
 
     fn memory_words(&self) -> usize {
         match (self.state, self.layout.format) {
@@ -131,7 +129,7 @@ impl<H: Hardware> Service for Server<H> {
 }
 
 /// Checks that each snapshot exists that was taken, and none that was deleted.
-async fn check_snapshots<S: Storage>(disk: &Disk<S>, expected: &Snapshots) -> Result<()> {
+async fn check_snapshots(disk: &Disk<SimDisk>, expected: &Snapshots) -> Result<()> {
     if expected.is_empty() {
         return Ok(());
     }
@@ -162,7 +160,7 @@ fn check(image: &[u8], state: ImageState) -> std::result::Result<(), String> {
     })
 }
 
-impl<S: Storage + 'static> SystemUnderTest for Served<S> {
+impl SystemUnderTest for Served {
     /// Some writes of a whole cluster become compressed ones.
     async fn submit(&self, request: Request) -> Result<()> {
         let Request::Write { offset, from, durability } = request else {

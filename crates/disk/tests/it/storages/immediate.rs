@@ -1,13 +1,34 @@
 //! A storage that is always done at once.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, IoVector, Offload, Result, Storage,
     SyncMode, Unmap,
 };
 use blockhouse_sim::PLAIN_CAPABILITIES;
 
-/// A storage that is always done at once.
-pub struct Immediate(pub Alignment);
+/// A storage that is always done at once. It counts its reads, writes and flushes.
+pub struct Immediate {
+    alignment: Alignment,
+    calls: Arc<AtomicU64>,
+}
+
+impl Immediate {
+    pub fn new(alignment: Alignment) -> Self {
+        Self { alignment, calls: Arc::default() }
+    }
+
+    /// The number of reads, writes and flushes, while it grows.
+    pub fn calls(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.calls)
+    }
+
+    fn count(&self) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+}
 
 impl Storage for Immediate {
     fn name(&self) -> &str {
@@ -16,7 +37,7 @@ impl Storage for Immediate {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            alignment: self.0,
+            alignment: self.alignment,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
             ..PLAIN_CAPABILITIES
@@ -28,10 +49,12 @@ impl Storage for Immediate {
     }
 
     async fn read(&self, _offset: u64, _into: IoVector) -> Result<()> {
+        self.count();
         Ok(())
     }
 
     async fn write(&self, _offset: u64, _from: IoVector, _durability: Durability) -> Result<()> {
+        self.count();
         Ok(())
     }
 
@@ -44,6 +67,7 @@ impl Storage for Immediate {
     }
 
     async fn flush(&self, _sync: SyncMode) -> Result<()> {
+        self.count();
         Ok(())
     }
 

@@ -116,7 +116,11 @@ impl Allocator {
                         tables.refcount_table().words().get(index as usize..).unwrap_or_default();
                     match later.iter().position(|&word| word != 0) {
                         Some(gap) => self.rows.go_to((index + gap as u64) * in_block),
-                        None => return Ok(self.end_at(tables, start)),
+                        None => {
+                            self.rows.go_to(end);
+                            let is_lower = self.lower_end(tables, start);
+                            return Ok(if is_lower { Room::End } else { Room::None });
+                        }
                     }
                 }
             }
@@ -138,19 +142,17 @@ impl Allocator {
         Ok(Room::None)
     }
 
-    /// Lowers the file's end to `cluster`, unless clusters were already taken from the end. No
-    /// refcount block counts clusters from there on.
-    fn end_at(&mut self, tables: &mut Tables, cluster: u64) -> Room {
+    /// Lowers the file's end to `cluster`, or to the end of the last active table if that is after
+    /// it. No refcount block counts clusters from `cluster` on. Returns whether the end is lower: it
+    /// stays if clusters were already taken from it.
+    pub(super) fn lower_end(&mut self, tables: &mut Tables, cluster: u64) -> bool {
         let last = tables.active.iter().max().map_or(0, |&last| last + 1);
         let cluster = cluster.max(last);
-        self.rows.go_to(self.space.scan_end());
-        let old = tables.file.end();
-        tables.file.lower(cluster);
-        if tables.file.end() >= old {
-            return Room::None;
+        let is_lower = tables.file.lower(cluster);
+        if is_lower {
+            self.space.end_at(cluster);
         }
-        self.space.end_at(cluster);
-        Room::End
+        is_lower
     }
 }
 

@@ -5,9 +5,15 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use crate::qcow2::layout::geometry::Geometry;
+
 /// The maximum number of runs of free clusters in memory. Further runs are not recorded; the scan
 /// after the next open finds them.
 const MAX_RUNS: usize = 1 << 16;
+
+/// Maximum number of refcount slices that one allocation scans before it uses the end of the file,
+/// unless extending the storage failed.
+const SLICES_PER_ALLOCATION: u32 = 4;
 
 /// The runs of free clusters, and the range that is still to be scanned; see the module's
 /// documentation.
@@ -25,6 +31,10 @@ pub(crate) struct FreeSpace {
     limit: Option<u64>,
     /// First cluster and length of each free run, without clusters that the cursor scans later.
     free_runs: BTreeMap<u64, u64>,
+    /// Whether an allocation has begun.
+    has_begun: bool,
+    /// The number of refcount slices that the present allocation may still scan.
+    slices_left: u32,
 }
 
 impl FreeSpace {
@@ -37,7 +47,29 @@ impl FreeSpace {
             length: clusters,
             limit: None,
             free_runs: BTreeMap::new(),
+            has_begun: false,
+            slices_left: SLICES_PER_ALLOCATION,
         }
+    }
+
+    /// Records that an allocation has begun. Returns whether it is the first one.
+    pub(crate) fn begin_allocation(&mut self) -> bool {
+        !std::mem::replace(&mut self.has_begun, true)
+    }
+
+    /// Whether the present allocation may scan another slice.
+    pub(crate) fn may_scan(&self) -> bool {
+        self.slices_left > 0 || self.limit.is_some()
+    }
+
+    /// Records that a slice without free clusters was scanned.
+    pub(crate) fn note_scanned(&mut self) {
+        self.slices_left = self.slices_left.saturating_sub(1);
+    }
+
+    /// Records that the present allocation has got its clusters.
+    pub(crate) fn end_allocation(&mut self) {
+        self.slices_left = SLICES_PER_ALLOCATION;
     }
 
     /// Records that clusters up to `end` were written.
@@ -68,9 +100,10 @@ impl FreeSpace {
         self.limit
     }
 
-    /// Ends the scan at `cluster`: no refcount block counts the clusters from there on.
-    pub(crate) fn end_scan_at(&mut self, cluster: u64) {
-        (self.cursor, self.scan_end) = (cluster, cluster);
+    /// The first cluster that does not lie entirely within the storage, if extending the storage
+    /// failed.
+    pub(crate) fn host_limit(&self, geometry: Geometry) -> u64 {
+        self.limit.map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
     }
 
     /// The cluster where the cursor stops. All clusters that were taken from the end of the file

@@ -15,8 +15,8 @@
 //!
 //! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; the space
 //!    that the file had when the image was opened, which a cursor scans once; clusters that were
-//!    prepared for durable writes (`prepared`); the end of the file. One attempt examines a few
-//!    refcount slices. Each slice that must be read first begins another attempt.
+//!    prepared for durable writes (`prepared`); the end of the file. One allocation examines a few
+//!    refcount slices, also if it needs several attempts because slices must be read first.
 //! 2. Metadata at the end of the file ([`Allocator::allocate_at_end`]) and L2 tables get clusters
 //!    from the *reserve*: space that the host has allocated already, so a writeback never fails
 //!    with ENOSPC. If the file cannot be extended, the reserve consists of contiguous clusters
@@ -60,10 +60,6 @@ use free_space::FreeSpace;
 use prepared::Prepared;
 use reserve::Reserve;
 use rows::RowSearch;
-
-/// Maximum number of refcount slices that one attempt examines before it uses the end of the file,
-/// unless extending the storage failed.
-const SLICES_PER_ALLOCATION: u32 = 4;
 
 /// The result of an allocation for data.
 pub(crate) struct Allocated {
@@ -132,12 +128,24 @@ impl Allocator {
         limit: u64,
         ahead: u64,
     ) -> Step<Allocated> {
-        let mut slices = SLICES_PER_ALLOCATION;
+        if self.space.begin_allocation() {
+            // For example on a block device, no refcount block covers the rest.
+            let blocks = tables.refcount_table().words();
+            let last = blocks.iter().rposition(|&word| word != 0);
+            let counted = last.map_or(0, |last| last as u64 + 1);
+            self.lower_end(tables, counted * tables.geometry().block_refcounts());
+        }
+        let allocated = self.find_for_data(tables, limit, ahead)?;
+        self.space.end_allocation();
+        Ok(allocated)
+    }
+
+    fn find_for_data(&mut self, tables: &mut Tables, limit: u64, ahead: u64) -> Step<Allocated> {
         loop {
             let unscanned = self.space.unscanned();
             // A request could not write to clusters past the host's limit, so such clusters are the
             // last choice.
-            let host_limit = self.host_limit(tables.geometry());
+            let host_limit = self.space.host_limit(tables.geometry());
             let run = self.space.first_free_run();
             let run = run.filter(|run| run.0 < host_limit || unscanned.is_empty());
             if let Some((start, count)) = run {
@@ -154,15 +162,17 @@ impl Allocator {
                         self.space.take_from_run(start, 1);
                     }
                 }
-            } else if !unscanned.is_empty() && (slices > 0 || self.space.limit().is_some()) {
-                slices = slices.saturating_sub(1);
+            } else if !unscanned.is_empty() && self.space.may_scan() {
                 let cursor = unscanned.start;
                 match tables.refcounts().scan(cursor, limit.min(unscanned.end - cursor))? {
                     Scan::Free(clusters) => {
                         self.space.advance_cursor(clusters.end);
                         return Allocated::unprepared(tables, clusters);
                     }
-                    Scan::Allocated(count) => self.space.advance_cursor(cursor + count),
+                    Scan::Allocated(count) => {
+                        self.space.advance_cursor(cursor + count);
+                        self.space.note_scanned();
+                    }
                     // A gap in the middle of the file gets no refcount block of its own.
                     Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
                 }
@@ -193,33 +203,17 @@ impl Allocator {
         }
     }
 
-    /// The first cluster that does not lie entirely within the storage, if extending the storage
-    /// failed.
-    fn host_limit(&self, geometry: Geometry) -> u64 {
-        self.space.limit().map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
-    }
-
     /// Moves the cursor from `cluster`, which no refcount block covers, to the first cluster of the
     /// next block. All calls together read the refcount table once.
-    fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
+    fn pass_uncounted(&mut self, tables: &Tables, cluster: u64) {
         let geometry = tables.geometry();
         let index = geometry.refcount_index(cluster).table_index;
         let blocks = tables.refcount_table().words().get(index as usize..).unwrap_or_default();
-        if let Some(gap) = blocks.iter().position(|&word| word != 0) {
-            self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
-            return;
-        }
-        // No refcount block covers clusters from here on, for example on a block device after the
-        // last cluster in use. The cursor skips active tables that lie there.
-        let last = tables.active.iter().filter(|&&table| table >= cluster).max();
-        let in_block = geometry.block_refcounts();
-        let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
-        if self.space.unscanned().contains(&start) {
-            self.space.end_scan_at(start);
-            tables.file.lower(start);
-        } else {
-            self.space.advance_cursor(start);
-        }
+        let next = match blocks.iter().position(|&word| word != 0) {
+            Some(gap) => (index + gap as u64) * geometry.block_refcounts(),
+            None => self.space.scan_end(),
+        };
+        self.space.advance_cursor(next);
     }
 
     /// Decrements the refcount of a cluster after the removal of a reference to it is durable. A

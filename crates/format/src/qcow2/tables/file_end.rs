@@ -66,12 +66,14 @@ impl FileEnd {
         }
     }
 
-    /// Moves the end to `cluster`. All refcounts from `cluster` on are zero. Does nothing if
-    /// clusters were taken past the old end.
-    pub(crate) fn lower(&mut self, cluster: u64) {
-        if self.end == self.opened {
+    /// Moves the end to `cluster`, if that is lower. All refcounts from `cluster` on are zero.
+    /// Returns whether it has moved: it stays if clusters were taken past the old end.
+    pub(crate) fn lower(&mut self, cluster: u64) -> bool {
+        let is_lower = self.end == self.opened && cluster < self.end;
+        if is_lower {
             self.end = cluster;
         }
+        is_lower
     }
 
     /// Records that the file was truncated to `end` clusters.

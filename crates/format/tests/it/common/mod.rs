@@ -13,7 +13,7 @@ use blockhouse_core::{
 };
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_format::{Abort, Intent, qcow2::Access};
-use blockhouse_sim::PLAIN_CAPABILITIES;
+use blockhouse_sim::{PLAIN_CAPABILITIES, SimDisk};
 
 /// A host file, used at once.
 pub struct FileStorage {
@@ -22,15 +22,17 @@ pub struct FileStorage {
 }
 
 impl FileStorage {
-    pub fn create(path: &Path) -> Self {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(true);
-        Self { name: path.display().to_string(), file: options.open(path).unwrap() }
+    pub fn create(path: &Path) -> SimDisk {
+        Self::with(path, OpenOptions::new().create(true).truncate(true))
     }
 
-    pub fn open(path: &Path) -> Self {
-        let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
-        Self { name: path.display().to_string(), file }
+    pub fn open(path: &Path) -> SimDisk {
+        Self::with(path, &mut OpenOptions::new())
+    }
+
+    fn with(path: &Path, options: &mut OpenOptions) -> SimDisk {
+        let file = options.read(true).write(true).open(path).unwrap();
+        SimDisk::wrapping(Self { name: path.display().to_string(), file })
     }
 }
 
@@ -139,13 +141,13 @@ pub fn qemu_check(path: &Path) {
 }
 
 /// Opens an image for reading.
-pub async fn open_for_reading(path: &Path) -> Result<Qcow2<FileStorage>> {
+pub async fn open_for_reading(path: &Path) -> Result<Qcow2<SimDisk>> {
     let options = qcow2::OpenOptions { access: Access::ReadOnly, ..Default::default() };
     Qcow2::open(FileStorage::open(path), options).await
 }
 
 /// The bytes of a range of the guest's disk; what is left to a backing file is `behind`.
-pub async fn read<S: Storage>(image: &Qcow2<S>, range: ByteRange, behind: u8) -> Result<Vec<u8>> {
+pub async fn read(image: &Qcow2<SimDisk>, range: ByteRange, behind: u8) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut rest = range;
     while !rest.is_empty() {
@@ -174,7 +176,7 @@ pub async fn read<S: Storage>(image: &Qcow2<S>, range: ByteRange, behind: u8) ->
 }
 
 /// Bytes of a storage at any offset, whatever its alignment.
-pub async fn read_host<S: Storage>(storage: &S, offset: u64, length: usize) -> Result<Vec<u8>> {
+pub async fn read_host(storage: &SimDisk, offset: u64, length: usize) -> Result<Vec<u8>> {
     let block = u64::from(storage.capabilities().alignment.offset);
     let outer = ByteRange::between(offset, offset + length as u64).align_outward(block);
     let mut buffer = Buffer::new(outer.length() as usize);
@@ -185,12 +187,7 @@ pub async fn read_host<S: Storage>(storage: &S, offset: u64, length: usize) -> R
 
 /// Writes `bytes` to the guest's disk as an I/O path would: what becomes visible together is
 /// written together.
-pub async fn write<S: Storage>(
-    image: &Qcow2<S>,
-    offset: u64,
-    bytes: &[u8],
-    behind: u8,
-) -> Result<()> {
+pub async fn write(image: &Qcow2<SimDisk>, offset: u64, bytes: &[u8], behind: u8) -> Result<()> {
     let mut rest = ByteRange::between(offset, offset + bytes.len() as u64);
     while !rest.is_empty() {
         let extent = image.map(rest, Intent::Write).await?;
@@ -203,12 +200,7 @@ pub async fn write<S: Storage>(
 }
 
 /// Stores the data of a prepared extent and commits it, or gives it back.
-pub async fn store<S: Storage>(
-    image: &Qcow2<S>,
-    extent: Extent,
-    bytes: &[u8],
-    behind: u8,
-) -> Result<()> {
+pub async fn store(image: &Qcow2<SimDisk>, extent: Extent, bytes: &[u8], behind: u8) -> Result<()> {
     let filled = fill(image, extent, bytes, behind).await;
     if filled.is_err() {
         image.abort(extent, Abort::Ended);
@@ -217,12 +209,7 @@ pub async fn store<S: Storage>(
     image.link(extent, Durability::None).await
 }
 
-async fn fill<S: Storage>(
-    image: &Qcow2<S>,
-    extent: Extent,
-    bytes: &[u8],
-    behind: u8,
-) -> Result<()> {
+async fn fill(image: &Qcow2<SimDisk>, extent: Extent, bytes: &[u8], behind: u8) -> Result<()> {
     let ExtentState::Mapped { host } = extent.state else {
         panic!("a place for data: {extent:?}");
     };
@@ -238,8 +225,8 @@ async fn fill<S: Storage>(
 }
 
 /// Makes a range zeros, or gives it back.
-pub async fn unmap<S: Storage>(
-    image: &Qcow2<S>,
+pub async fn unmap(
+    image: &Qcow2<SimDisk>,
     range: ByteRange,
     intent: Intent,
     behind: u8,
