@@ -56,7 +56,7 @@ use examine::owner_of;
 use keep::{FILES, NOTHING_TELLS, make_state, tells_of_changes};
 use lost_session::warn_of_lost_session;
 use modification::Modification;
-use pending::{check_nothing_pending, refuse_pending, warn_of_pending};
+use pending::{check_nothing_pending, refuse_pending};
 
 pub(super) use examine::{find_state, identity_of, status_of};
 pub use keep::NOT_KEPT;
@@ -163,8 +163,9 @@ impl Restore {
     pub(super) fn finish_backing(&self, disk: &StoredImage, above: Access) -> Result<()> {
         let Self::Reader(uses) = self else { return Ok(()) };
         if above == Access::ReadWrite {
-            refuse_pending(disk, uses.directory())?;
-            warn_of_pending(disk, uses);
+            if refuse_pending(disk, uses.directory())? && !matches!(uses, StateUse::Off) {
+                warn_of_lost_session(disk, uses);
+            }
             return Ok(());
         }
         check_nothing_pending(disk, uses)

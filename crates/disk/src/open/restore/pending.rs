@@ -8,7 +8,7 @@ use super::lost_session::{refuse_lost_session, warn_of_lost_session};
 use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
 use crate::open::lock::is_being_written;
-use crate::state::{StateDir, StateFile};
+use crate::state::StateDir;
 
 /// Answered changes that are not in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +21,56 @@ pub struct PendingChanges {
     pub state_file: String,
 }
 
+/// What a state directory says of an image that is open for reading.
+enum LeftState {
+    /// A server has the image open, or the server that left a state file left no changes.
+    Complete,
+    /// Changes are missing, and can be replayed.
+    Pending(PendingChanges),
+    /// No state file, or one that is outdated: a later server may have left state elsewhere. With
+    /// the changes that no replay can bring back, because another program has opened the image for
+    /// writing since.
+    Unknown(Option<PendingChanges>),
+}
+
+impl LeftState {
+    /// Looks for the state file of an image, once.
+    ///
+    /// # Errors
+    /// The host's.
+    fn find(disk: &StoredImage, dir: Option<&StateDir>) -> Result<Self> {
+        let Some(file) = disk.file() else { return Ok(Self::Complete) };
+        let found = find_state(file, dir)?;
+        if is_being_written(file) {
+            return Ok(Self::Complete);
+        }
+        let Some(found) = found else { return Ok(Self::Unknown(None)) };
+        let process = found.page().owner().process;
+        let pending =
+            PendingChanges { changes: found.changes(), process, state_file: found.path() };
+        let left = Some(pending).filter(|pending| pending.changes > 0);
+        // An opening for writing refuses an outdated log.
+        let is_outdated = disk.format().redo().is_some_and(|redo| redo.is_outdated(&*found.log()));
+        Ok(match left {
+            lost if is_outdated => Self::Unknown(lost),
+            Some(pending) => Self::Pending(pending),
+            None => Self::Complete,
+        })
+    }
+
+    /// Warns of changes that are lost, and returns whether a server may have left state elsewhere.
+    fn warn_of_lost(&self, disk: &StoredImage) -> bool {
+        if let Self::Unknown(Some(PendingChanges { changes, process, state_file })) = self {
+            tracing::warn!(
+                "{}: {changes} changes are lost that process {process} had answered before it died: another program \
+                 has opened the image for writing since (they are in {state_file})",
+                disk.name()
+            );
+        }
+        matches!(self, Self::Unknown(_))
+    }
+}
+
 impl StoredImage {
     /// The acknowledged changes of a killed server that the image still lacks, because no opening
     /// for writing has replayed them. `None` also while a server has the image open, and if another
@@ -30,21 +80,21 @@ impl StoredImage {
     /// # Errors
     /// The host's.
     pub fn pending_changes(&self, dir: &StateDir) -> Result<Option<PendingChanges>> {
-        let Some(file) = self.file() else { return Ok(None) };
-        let Some(found) = find_state(file, Some(dir))? else { return Ok(None) };
-        let changes = found.changes();
-        if changes == 0 || is_being_written(file) || is_outdated(self, &found) {
-            return Ok(None);
-        }
-        let process = found.page().owner().process;
-        Ok(Some(PendingChanges { changes, process, state_file: found.path() }))
+        Ok(match LeftState::find(self, Some(dir))? {
+            LeftState::Pending(pending) => Some(pending),
+            LeftState::Complete | LeftState::Unknown(_) => None,
+        })
     }
 
     /// Warns if the image may lack changes because its killed server kept its state elsewhere than
     /// where `uses` looks. For a command that reports the [pending changes](Self::pending_changes)
     /// itself.
     pub fn warn_of_state_elsewhere(&self, uses: &StateUse) {
-        warn_of_possible(self, uses);
+        let left = LeftState::find(self, uses.directory());
+        let is_unknown = left.map_or(true, |left| matches!(left, LeftState::Unknown(_)));
+        if !matches!(uses, StateUse::Off) && is_unknown {
+            warn_of_lost_session(self, uses);
+        }
     }
 }
 
@@ -54,87 +104,54 @@ impl StoredImage {
 /// # Errors
 /// As [`refuse_pending`] and [`refuse_lost_session`].
 pub(crate) fn check_nothing_pending(disk: &StoredImage, uses: &StateUse) -> Result<()> {
-    warn_of_outdated(disk, uses.directory());
     match uses {
         StateUse::Off => {}
         StateUse::Look(_) => warn_of_pending(disk, uses),
-        StateUse::Replay(_) => {
-            refuse_pending(disk, uses.directory())?;
-            if may_lack_changes(disk, uses) {
+        StateUse::Replay(dir) => {
+            if refuse_pending(disk, dir.as_ref())? {
                 refuse_lost_session(disk, uses)?;
             }
         }
-        StateUse::Keep(_) | StateUse::TryKeep(_) => {
-            refuse_pending(disk, uses.directory())?;
-            warn_of_possible(disk, uses);
+        StateUse::Keep(dir) | StateUse::TryKeep(dir) => {
+            if refuse_pending(disk, Some(dir))? {
+                warn_of_lost_session(disk, uses);
+            }
         }
     }
     Ok(())
 }
 
 /// Warns of a read-only image that lacks answered changes of its server, or may lack them.
-pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
+fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
     let dir = uses.directory();
-    match dir.map_or(Ok(None), |dir| disk.pending_changes(dir)) {
-        Ok(None) => warn_of_possible(disk, uses),
-        Ok(Some(PendingChanges { changes, process, state_file })) => tracing::warn!(
+    match LeftState::find(disk, dir) {
+        Ok(LeftState::Pending(PendingChanges { changes, process, state_file })) => tracing::warn!(
             "{}: {changes} changes are missing that process {process} had answered before it died: they are in \
              {state_file}, and come into the image when it is served or changed: {} does that as well",
             disk.name(),
             repair_command(disk, dir)
         ),
+        Ok(left) => {
+            if left.warn_of_lost(disk) {
+                warn_of_lost_session(disk, uses);
+            }
+        }
         Err(error) => {
             tracing::warn!("{}: cannot tell whether changes are missing: {error}", disk.name());
         }
     }
 }
 
-/// Warns if the server of an image may have left state elsewhere. The image lacks no changes as far
-/// as is known.
-fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
-    if !matches!(uses, StateUse::Off) && may_lack_changes(disk, uses) {
-        warn_of_lost_session(disk, uses);
-    }
-}
-
-/// Whether no server has the image open and the state directory has no state of it.
-fn may_lack_changes(disk: &StoredImage, uses: &StateUse) -> bool {
-    let Some(file) = disk.file() else { return false };
-    let found = find_state(file, uses.directory()).ok().flatten();
-    let has_state = found.is_some_and(|found| !is_outdated(disk, &found));
-    !has_state && !is_being_written(file)
-}
-
-/// Whether another program has opened the image for writing since the process died that left this
-/// state. An opening for writing refuses such a log, and what a later server of the image has left
-/// is elsewhere.
-fn is_outdated(disk: &StoredImage, state: &StateFile) -> bool {
-    disk.format().redo().is_some_and(|redo| redo.is_outdated(&*state.log()))
-}
-
-/// Warns if the image lacks answered changes for good, because their log is outdated.
-fn warn_of_outdated(disk: &StoredImage, dir: Option<&StateDir>) {
-    let Some(file) = disk.file() else { return };
-    let Ok(Some(found)) = find_state(file, dir) else { return };
-    let changes = found.changes();
-    if changes > 0 && !is_being_written(file) && is_outdated(disk, &found) {
-        tracing::warn!(
-            "{}: {changes} changes are lost that process {} had answered before it died: another program has opened the              image for writing since (they are in {})",
-            disk.name(),
-            found.page().owner().process,
-            found.path()
-        );
-    }
-}
-
 /// Fails for an image that lacks acknowledged changes of its server, because they cannot be
-/// replayed here.
+/// replayed here. Returns whether a server may have left state elsewhere.
 ///
 /// # Errors
 /// `InvalidInput` with a hint, or the host's.
-pub(crate) fn refuse_pending(disk: &StoredImage, dir: Option<&StateDir>) -> Result<()> {
-    let found = dir.map_or(Ok(None), |dir| disk.pending_changes(dir))?;
-    let Some(PendingChanges { changes, process, state_file }) = found else { return Ok(()) };
+pub(crate) fn refuse_pending(disk: &StoredImage, dir: Option<&StateDir>) -> Result<bool> {
+    let left = LeftState::find(disk, dir)?;
+    let LeftState::Pending(PendingChanges { changes, process, state_file }) = left else {
+        return Ok(left.warn_of_lost(disk));
+    };
     let what = format!(
         "{changes} changes are missing that process {process} had answered before it died (they are in {state_file})"
     );
