@@ -1,6 +1,7 @@
 //! Changes of names in the header, beside other changes, and a failed flush of a header.
 
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use blockhouse_core::{Alignment, ByteRange, Durability, ErrorKind, SyncMode, ToolProgress, errno};
@@ -71,6 +72,69 @@ fn another_name_clears_them_also_after_a_change_that_could_not() {
             image.header().set_backing(Some(named(b"base"))).await.unwrap();
         });
         assert_eq!(disk.content()[AUTOCLEAR], [0; 8], "seed {seed}");
+    }
+}
+
+/// Whether the failed write of the header got to the disk is not known: the old name is written
+/// again.
+#[test]
+fn the_old_name_stays_after_another_one_that_could_not() {
+    let data_file = Some(DataFile { name: b"data".to_vec(), raw: Switch::Off });
+    for (seed, data_file) in (0..20).flat_map(|seed| [(seed, None), (seed, data_file.clone())]) {
+        let sim = Sim::new(seed);
+        let has_data_file = data_file.is_some();
+        let options = CreateOptions { data_file, ..CreateOptions::new(1 << 20) };
+        let before = new_image(&sim, options);
+        let disk = SimDisk::new(&sim, Config::default(), before.clone());
+        let used = disk.clone();
+        sim.block_on(async move {
+            let image = Qcow2::open(used.clone(), OpenOptions::default()).await.unwrap();
+            used.fail(Fault::nth(0, errno::EIO).of(OperationKind::Write));
+            let failed = match has_data_file {
+                true => image.header().rename_data_file(b"other").await,
+                false => image.header().set_backing(Some(named(b"base"))).await,
+            };
+            assert_eq!(failed.expect_err("a header write failed").kind(), ErrorKind::Io);
+        });
+        for left in [disk.content(), disk.crash(&mut sim.fork_prng())] {
+            assert!(left[..512] == before[..512], "seed {seed}, a data file: {has_data_file}");
+        }
+    }
+}
+
+/// The extensions, too, are written again by the next write of the header.
+#[test]
+fn a_voucher_is_on_the_disk_once_its_renewal_succeeds() {
+    static UNTIL: AtomicU64 = AtomicU64::new(0);
+    let vouch = || Some(Voucher { boot: [1; 16], until: UNTIL.load(Relaxed) });
+    let vouched = |seed, errno: Option<i32>| {
+        let sim = Sim::new(seed);
+        let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+        let data = SimDisk::new(&sim, Config::default(), Vec::new());
+        let used = disk.clone();
+        sim.block_on(async move {
+            let data_file = Some(DataFile { name: b"data".to_vec(), raw: Switch::On });
+            let identity = Some([7; 16]);
+            let options = CreateOptions { data_file, identity, ..CreateOptions::new(1 << 20) };
+            create_with(&used, Some(&data), &options, &ToolProgress::default()).await.unwrap();
+            let image = Qcow2::open(used.clone(), OpenOptions::default()).await.unwrap();
+            let image = image.with_data(data).unwrap();
+            let new = NewBitmap { name: "changes".into(), granularity: None, is_enabled: true };
+            image.bitmaps().add(&new).await.unwrap();
+            UNTIL.store(5, Relaxed);
+            image.bitmaps().vouch_by(vouch);
+            image.bitmaps().record(ByteRange::between(0, CLUSTER)).await.unwrap();
+            UNTIL.store(9, Relaxed);
+            if let Some(errno) = errno {
+                used.fail(Fault::nth(0, errno).of(OperationKind::Write));
+                image.bitmaps().renew_voucher().await.expect_err("its write failed");
+            }
+            image.bitmaps().renew_voucher().await.unwrap();
+        });
+        disk.crash(&mut sim.fork_prng())[..512].to_vec()
+    };
+    for seed in 0..20 {
+        assert!(vouched(seed, Some(errno::EIO)) == vouched(seed, None), "seed {seed}");
     }
 }
 

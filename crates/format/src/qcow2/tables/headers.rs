@@ -17,12 +17,14 @@ pub(crate) struct Headers {
     ended: u64,
     /// The number of the newest header write that a flush has covered.
     durable: u64,
+    /// The number of the newest header write that stored the extensions.
+    extended: u64,
 }
 
 impl Headers {
     /// For an image with this header on disk.
     pub(crate) fn new(header: Header) -> Self {
-        Self { wanted: header.clone(), disk: header, begun: 0, ended: 0, durable: 0 }
+        Self { wanted: header.clone(), disk: header, begun: 0, ended: 0, durable: 0, extended: 0 }
     }
 
     /// The header that the next writeback is to leave on disk.
@@ -52,6 +54,7 @@ impl Headers {
             header.data_file.clone_from(&new.data_file);
             header.extensions.clone_from(&new.extensions);
         }
+        self.extended = 0;
     }
 
     /// Begins a write that changes the header on disk: patches `bytes`, the header's first bytes.
@@ -67,12 +70,14 @@ impl Headers {
         self.wanted.incompatible = self.disk.incompatible;
         self.wanted.autoclear = self.disk.autoclear;
         self.disk.patch(bytes);
-        if self.disk.extensions != extensions || self.disk.length != length {
-            self.wanted.extensions.clone_from(&self.disk.extensions);
-            self.disk.put_extensions(bytes);
-        }
         // The next writeback repeats this write, unless a flush has covered the write before.
         self.begun += 1;
+        let is_changed = self.disk.extensions != extensions || self.disk.length != length;
+        if is_changed || self.durable < self.extended {
+            self.wanted.extensions.clone_from(&self.disk.extensions);
+            self.disk.put_extensions(bytes);
+            self.extended = self.begun;
+        }
         self.begun
     }
 

@@ -32,7 +32,8 @@ impl<S: Storage> Qcow2Header<'_, S> {
     ///
     /// # Errors
     /// `InvalidInput` for a name that is empty, too long, or too long for the header, and for any
-    /// name if the data file is the raw disk; `ReadOnly`; storage errors.
+    /// name if the data file is the raw disk; `ReadOnly`; storage errors. After an error the image
+    /// has the old name. If that could not be made sure, all later changes fail.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         rare(change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions)).await
     }
@@ -74,6 +75,8 @@ async fn change_backing<S: Storage>(
     metadata.autoclear().begin_changes_beside_guest_data().await?;
     let name = new.backing.as_ref().map_or(&[][..], |backing| &backing.name);
     let mut after = bytes.clone();
+    after[8..16].copy_from_slice(&(name_offset.unwrap_or(0) as u64).to_be_bytes());
+    after[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
     after[new.length..SECTOR].fill(0);
     after[new.length..new.length + list.len()].copy_from_slice(&list);
     if let Some(at) = name_offset {
@@ -86,18 +89,43 @@ async fn change_backing<S: Storage>(
         metadata.writer().write_header_part(part.clone(), patch).await?;
         metadata.sync(SyncMode::Data).await?;
     }
-    let patch = |bytes: &mut [u8]| {
-        bytes[8..16].copy_from_slice(&(name_offset.unwrap_or(0) as u64).to_be_bytes());
-        bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
-        bytes[new.length..SECTOR].copy_from_slice(&after[new.length..SECTOR]);
-    };
-    // Only these fields are patched, because a writeback may change other fields at the same time.
-    metadata.writer().write_header(patch).await?;
-    metadata.sync(SyncMode::Data).await?;
+    if let Err(error) = write_names(metadata, new.length, &after).await {
+        restore_names(metadata, new.length, &bytes, &error).await;
+        return Err(error);
+    }
     let mut state = metadata.lock();
     state.tables.headers.set_names(&new);
     state.mapping.set_backing_end(if new.backing.is_some() { u64::MAX } else { 0 });
     Ok(())
+}
+
+/// Durably writes the names in `sector`, a header's first sector: the fields of the backing file's
+/// name, and all after the fields, which have `length` bytes. Other fields stay as they are: a
+/// writeback may change them at the same time.
+async fn write_names<S: Storage>(
+    metadata: &Metadata<S>,
+    length: usize,
+    sector: &[u8],
+) -> Result<()> {
+    let patch = |bytes: &mut [u8]| {
+        bytes[8..20].copy_from_slice(&sector[8..20]);
+        bytes[length..SECTOR].copy_from_slice(&sector[length..SECTOR]);
+    };
+    metadata.writer().write_header(patch).await?;
+    metadata.sync(SyncMode::Data).await
+}
+
+/// Writes the old names again after the write of new names has failed with `error`: it is unknown
+/// which are on disk. If that fails, too, all later changes fail.
+pub(super) async fn restore_names<S: Storage>(
+    metadata: &Metadata<S>,
+    length: usize,
+    sector: &[u8],
+    error: &Error,
+) {
+    if write_names(metadata, length, sector).await.is_err() {
+        metadata.writer().fail(error);
+    }
 }
 
 /// Durably moves the name of the backing file out of the first sector to make space for extensions,

@@ -10,7 +10,7 @@ use crate::qcow2::layout::limits::MAX_FILE_NAME;
 use crate::qcow2::layout::options::DataFile;
 use crate::qcow2::layout::table_io;
 
-use super::backing::free_first_sector;
+use super::backing::{free_first_sector, restore_names};
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Gives the data file another name, durably, by one write of the header: after a crash the
@@ -19,7 +19,8 @@ impl<S: Storage> Qcow2Header<'_, S> {
     ///
     /// # Errors
     /// `InvalidInput` if the image names no data file, the name is empty or too long, or the header
-    /// has no space for it; storage errors.
+    /// has no space for it; storage errors. After an error the image has the old name. If that
+    /// could not be made sure, all later changes fail.
     pub async fn rename_data_file(&self, name: &[u8]) -> Result<()> {
         let metadata = &self.image.metadata;
         metadata.check_writable()?;
@@ -39,7 +40,8 @@ impl<S: Storage> Qcow2Header<'_, S> {
         }
         free_first_sector(metadata).await?;
         let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
-        let mut new = metadata.lock().tables.headers.disk().clone();
+        let old = metadata.lock().tables.headers.disk().clone();
+        let mut new = old.clone();
         let named = new.extensions.iter_mut().find(|extension| extension.kind == DATA_FILE);
         named.into_iter().for_each(|extension| extension.data = name.to_vec());
         if !new.fit_extensions(&sector) {
@@ -48,7 +50,11 @@ impl<S: Storage> Qcow2Header<'_, S> {
         new.data_file = new.data_file.map(|file| DataFile { name: name.to_vec(), ..file });
         let change = |header: &mut Header| header.extensions.clone_from(&new.extensions);
         metadata.autoclear().begin_changes_beside_guest_data().await?;
-        metadata.rewrite_header(change).await?;
+        if let Err(error) = metadata.rewrite_header(change).await {
+            restore_names(metadata, old.length, &sector, &error).await;
+            metadata.lock().tables.headers.set_names(&old);
+            return Err(error);
+        }
         metadata.lock().tables.headers.set_names(&new);
         Ok(())
     }
