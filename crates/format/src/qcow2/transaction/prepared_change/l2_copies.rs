@@ -143,7 +143,10 @@ impl L2Copies {
                     let own = counts.remove(self.geometry.cluster_of(offset));
                     own.ok_or_else(|| overwritten(name, offset))?;
                 }
-                self.by_offset.remove(&old.active.offset);
+                // Another table may have the offset by now.
+                if self.by_offset.get(&old.active.offset) == Some(&index) {
+                    self.by_offset.remove(&old.active.offset);
+                }
                 old.copy.into_iter().for_each(|copy| space.put_back(copy));
             }
             let (Some(active), Some(mut bytes)) = (reference, now) else { continue };
