@@ -26,7 +26,8 @@ const MAX_WINDOW: Duration = Duration::from_millis(500);
 const CYCLE: u32 = 10;
 /// A window with fewer requests goes on, because their times are not significant. A guest with
 /// fewer requests per `WINDOW` counts as idle if they took less than half of the time. Otherwise
-/// they are few because each takes long, and copies may be the reason.
+/// they are few because each takes long, and copies may be the reason. A request that is in flight
+/// during a whole window counts as one that took that time.
 const MIN_REQUESTS: u64 = 8;
 /// Requests may take this many times as long as in a rest.
 const MAX_SLOWDOWN: f64 = 1.25;
@@ -152,11 +153,14 @@ impl Pace {
         let time = load.time.saturating_sub(self.before.time);
         let length = now.saturating_sub(self.began);
         self.end = now + WINDOW;
+        // Each request that has ended may be one of those that were in flight at the beginning.
+        let long = self.before.in_flight.saturating_sub(requests);
         // A new job does not wait long for requests.
-        let is_unused = requests == 0 && self.undisturbed.is_none();
+        let is_unused = requests + long == 0 && self.undisturbed.is_none();
         if requests < MIN_REQUESTS && length < MAX_WINDOW && !is_unused {
             return;
         }
+        let (requests, time) = (requests + long, time + length.saturating_mul(long as u32));
         let copied = std::mem::take(&mut self.copied) as f64 / length.as_secs_f64();
         (self.before, self.began) = (load, now);
         let in_window = requests as f64 * WINDOW.as_secs_f64() / length.as_secs_f64();
@@ -171,17 +175,23 @@ impl Pace {
             return;
         }
         match (self.window, self.undisturbed) {
+            // The requests in flight may take any time.
+            (0, _) if long > 0 => {}
             (0, Some(known)) => self.undisturbed = Some((known + time) / 2.0),
             (0, None) => self.undisturbed = Some(time),
+            // A rest does not show how long requests take that are longer than a rest.
+            (_, Some(known)) if long > 0 || time > MAX_WINDOW.as_secs_f64() => {
+                self.adapt(time / known, 0.0);
+            }
             (_, Some(known)) => self.adapt(time / known, copied),
             (_, None) => {}
         }
         self.window = (self.window + 1) % CYCLE;
     }
 
-    /// Adapts the rate to the slowdown of the guest. `copied` is the rate that was reached. If it
-    /// is less than half of the allowed rate, the rate is not raised: the disks are no quicker, or
-    /// there is nothing to copy.
+    /// Adapts the rate to the slowdown of the guest. `copied` is the rate that was reached, or 0 if
+    /// the slowdown may be larger than is known. If it is less than half of the allowed rate, the
+    /// rate is not raised: the disks are no quicker, or there is nothing to copy.
     fn adapt(&mut self, slowdown: f64, copied: f64) {
         let factor = match slowdown > MAX_SLOWDOWN {
             true => 0.75,
@@ -251,6 +261,35 @@ mod tests {
             begun += WINDOW.as_secs_f64() / (time * (1.0 + rate / capacity));
             (load.requests, now) = (begun as u64, now + WINDOW);
             load.time = now;
+        }
+    }
+
+    /// A guest with one request in flight, each of which takes this many windows.
+    #[test]
+    fn a_request_longer_than_a_window_is_no_idleness() {
+        for windows in [16, 64, 1000] {
+            let (mut now, mut load) = (Duration::ZERO, ExportLoad::default());
+            let mut pace = Pace::new(now, load);
+            let (mut rests, mut most) = (0, 0);
+            for number in 0..4000_u32 {
+                match pace.allowance(now, || load) {
+                    // The first window ends before the first request.
+                    Allowance::Unlimited => assert!(number < 20, "{number} of {windows}"),
+                    Allowance::Rate(rate) => {
+                        assert!(rate as f64 <= FIRST_RATE, "{rate} of {windows}");
+                        rests = 0;
+                    }
+                    Allowance::Rest(_) => rests += 1,
+                }
+                most = most.max(rests);
+                load.in_flight = 1;
+                if number % windows == windows - 1 {
+                    load.requests += 1;
+                    load.time += WINDOW * windows;
+                }
+                now += WINDOW;
+            }
+            assert!(most <= 2 * (MAX_WINDOW.as_millis() / WINDOW.as_millis()), "{most} rests");
         }
     }
 

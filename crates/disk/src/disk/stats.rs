@@ -65,8 +65,8 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.disk.image().layer().opened().longest_wait()
     }
 
-    /// How many reads and writes of the disk's exports have ended, and how long they took. Cheaper
-    /// than [`metrics`](Self::metrics).
+    /// How many reads and writes of the disk's exports have ended, how long they took, and how many
+    /// are in flight. Cheaper than [`metrics`](Self::metrics).
     pub fn export_load(self) -> ExportLoad {
         self.disk.request_stats().export_load()
     }

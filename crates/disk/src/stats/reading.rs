@@ -63,14 +63,16 @@ pub struct DiskMetrics {
     pub flushes_shared: u64,
 }
 
-/// Reads and writes of a disk's exports that have ended since the disk was opened. Requests of jobs
-/// and tools do not count.
+/// Reads and writes of a disk's exports since the disk was opened. Requests of jobs and tools do
+/// not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExportLoad {
-    /// The number of requests.
+    /// The number of requests that have ended.
     pub requests: u64,
-    /// The sum of the requests' durations.
+    /// The sum of their durations.
     pub time: Duration,
+    /// The number of requests that have begun and not ended.
+    pub in_flight: u64,
 }
 
 /// Clients of one kind of export: NBD connections in their transmission phase, front-ends.

@@ -23,7 +23,6 @@ pub(crate) struct Stats {
 /// The counters of one thread.
 #[derive(Debug, Default)]
 struct Block {
-    cancelled: Counter,
     bounced: Counter,
     decompressed: Counter,
     requests: [[OnceLock<Box<Requests>>; Operation::ALL.len()]; ExportKind::ALL.len()],
@@ -38,15 +37,15 @@ struct Requests {
     bytes: Counter,
     durations: Histogram,
     errors: Errors,
+    cancelled: Counter,
 }
 
 /// The timer of a request in flight. If the timer is dropped before it [ends](Self::end), the
 /// request was cancelled: it counts as started, and has no duration.
 #[must_use]
 pub struct RequestTimer<'a> {
-    /// The block of the thread on which the request began. So the timer is not `Send`, and ends on
-    /// that thread.
-    block: &'a Block,
+    /// The counters of the thread on which the request began. So the timer is not `Send`, and ends
+    /// on that thread.
     requests: &'a Requests,
     operation: Operation,
     began: Timestamp,
@@ -73,11 +72,10 @@ impl Stats {
         operation: Operation,
         bytes: u64,
     ) -> RequestTimer<'_> {
-        let block = self.blocks.mine();
-        let requests = block.requests(export, operation);
+        let requests = self.blocks.mine().requests(export, operation);
         requests.started.add(1);
         requests.bytes.add(bytes);
-        RequestTimer { block, requests, operation, began: clock::now(), _not_send: PhantomData }
+        RequestTimer { requests, operation, began: clock::now(), _not_send: PhantomData }
     }
 
     /// The clients.
@@ -119,7 +117,10 @@ impl Stats {
     /// clusters that were decompressed.
     pub(super) fn totals(&self) -> Totals {
         Totals {
-            cancelled: self.blocks.sum(|block| block.cancelled.get()),
+            cancelled: self.blocks.sum(|block| {
+                let requests = block.requests.iter().flatten().filter_map(OnceLock::get);
+                requests.map(|requests| requests.cancelled.get()).sum()
+            }),
             bounced: self.blocks.sum(|block| block.bounced.get()),
             decompressed: self.blocks.sum(|block| block.decompressed.get()),
         }
@@ -150,20 +151,24 @@ impl Stats {
         Some(metrics)
     }
 
-    /// Reads and writes of all exports that have ended: see [`ExportLoad`].
+    /// Reads and writes of all exports: see [`ExportLoad`].
     pub(crate) fn export_load(&self) -> ExportLoad {
         let exports = ExportKind::ALL.into_iter().filter(|export| *export != ExportKind::Local);
         let operations = [Operation::Read, Operation::Write, Operation::WriteFua];
         let all = exports.flat_map(|export| operations.map(|operation| (export, operation)));
-        let mut durations = HistogramReading::default();
+        let (mut durations, mut in_flight) = (HistogramReading::default(), 0);
         for (export, operation) in all {
             for block in self.blocks.iter() {
                 if let Some(requests) = block.requests[export as usize][operation as usize].get() {
-                    durations.add(&requests.durations.read());
+                    // Ends are read before begins, as in `gather`.
+                    let (ended, cancelled) = (requests.durations.read(), requests.cancelled.get());
+                    let begun = requests.started.get();
+                    in_flight += begun.saturating_sub(ended.count() + cancelled);
+                    durations.add(&ended);
                 }
             }
         }
-        ExportLoad { requests: durations.count(), time: durations.sum() }
+        ExportLoad { requests: durations.count(), time: durations.sum(), in_flight }
     }
 
     /// The waits of each operation that had to wait.
@@ -209,6 +214,6 @@ impl RequestTimer<'_> {
 
 impl Drop for RequestTimer<'_> {
     fn drop(&mut self) {
-        self.block.cancelled.add(1);
+        self.requests.cancelled.add(1);
     }
 }
