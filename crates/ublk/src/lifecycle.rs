@@ -342,6 +342,7 @@ fn recover(
     info: &UblkInfo,
 ) -> Result<Option<Acquired>, Error> {
     let id = info.id;
+    info.check_data_way().map_err(Error::refused("take over", id))?;
     let mut bytes = wanted.parameters.to_bytes();
     let known = control.command(UblkCommand::GetParameters, id, 0, &mut bytes);
     known.map_err(Error::refused("ask for the parameters of", id))?;

@@ -452,6 +452,15 @@ fn a_device_that_was_never_started_is_not_blamed_on_another_process() {
 }
 
 #[test]
+fn a_device_of_unknown_flags_is_left_as_it_is() {
+    let mut driver = FakeDriver::new().with(3, ublk_state::QUIESCED, OTHER, own_note());
+    driver.device(3).expect("it is there").info.flags |= ublk_flag::NEED_GET_DATA;
+    acquire(&mut driver, &wanted(Some(3))).expect_err("its data goes another way");
+    assert_eq!(driver.changes, []);
+    assert_eq!(driver.devices[&3].info.state, ublk_state::QUIESCED);
+}
+
+#[test]
 fn a_recovery_that_was_cut_off_goes_on_as_it_is() {
     let mut driver = FakeDriver::new().with(3, ublk_state::QUIESCED, OTHER, own_note());
     driver.device(3).expect("it is there").is_unfetched = true;
