@@ -20,7 +20,7 @@ use rustix::fs::{Mode, OFlags};
 use crate::driver::{Driver, Wanted};
 use crate::error::Error;
 use crate::handshake::negotiate;
-use crate::server::{Found, Server};
+use crate::server::{Found, Server, is_open};
 
 /// The prefix of the `backend` of this program's devices, before the socket's path.
 const MARK: &str = "blockhouse ";
@@ -126,7 +126,10 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
         // Opening the device of a server that has ended may block until it is disconnected.
         (Detach::Forced, _) | (_, Found::Ended) => None,
         (_, Found::Listens(_)) => hold_unused(number)?,
-        (_, Found::Unknown) => hold_in_time(number)?,
+        (_, Found::Unknown) => {
+            let socket = backend.strip_prefix(MARK).map(Path::new);
+            hold_in_time(number, socket.is_some_and(is_open))?
+        }
     };
     let disconnected = driver.disconnect(number);
     disconnected.map_err(|error| Error::refused(format!("disconnect /dev/nbd{number}"), error))?;
@@ -137,15 +140,17 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
 }
 
 /// Holds a device whose server is not known, as [`hold_unused`]. Without a server the flush fails,
-/// and a read fails or waits: then nothing is held, because nothing can be written.
+/// and a read fails or waits: then nothing is held, because nothing can be written. `is_served`:
+/// the server runs, even if its reads fail.
 ///
 /// # Errors
-/// The device is in use, or is not flushed in time, or its server answers and the flush fails.
-fn hold_in_time(number: u32) -> Result<Option<OwnedFd>, Error> {
+/// The device is in use, or is not flushed in time, or its server runs or answers and the flush
+/// fails.
+fn hold_in_time(number: u32, is_served: bool) -> Result<Option<OwnedFd>, Error> {
     match in_time(HOLD_LIMIT, move || hold_unused(number)) {
         // A server that is only slow must not lose data, so the device stays.
         None => Err(cannot_flush(number, ErrorKind::TimedOut.into())),
-        Some(Err(error)) if !matches!(error, Error::Used(_)) => {
+        Some(Err(error)) if !is_served && !matches!(error, Error::Used(_)) => {
             match in_time(HOLD_LIMIT, move || can_read(&node(number))) {
                 Some(true) => Err(error),
                 Some(false) | None => Ok(None),

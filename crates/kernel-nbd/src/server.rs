@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::ErrorKind;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -43,10 +44,11 @@ impl Server {
     /// The kernel refuses a handle of the process.
     pub(crate) fn find(socket: &Path) -> Result<Found, Error> {
         let client = match UnixStream::connect(socket) {
-            // No process listens at the socket: its server was killed.
+            // No process listens at the socket: its server was killed, or is about to end.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 // Any other file gives this error, too.
-                if fs::symlink_metadata(socket).is_ok_and(|file| file.file_type().is_socket()) {
+                let file = fs::symlink_metadata(socket);
+                if file.is_ok_and(|file| file.file_type().is_socket()) && !is_open(socket) {
                     let _ = fs::remove_file(socket);
                     return Ok(Found::Ended);
                 }
@@ -98,11 +100,35 @@ pub fn end(socket: &Path) -> Result<(), Error> {
     }
 }
 
+/// Whether a process of this network namespace has a socket open that was bound at this path, even
+/// if the path was removed since.
+pub(crate) fn is_open(socket: &Path) -> bool {
+    let sockets = fs::read("/proc/net/unix").unwrap_or_default();
+    let name = [b" ", socket.as_os_str().as_bytes()].concat();
+    sockets.split(|byte| *byte == b'\n').any(|line| line.ends_with(&name))
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+
+    #[test]
+    fn a_server_is_found_by_its_connections_without_its_socket() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("socket");
+        let listener = UnixListener::bind(&socket).expect("a socket");
+        let _client = UnixStream::connect(&socket).expect("it listens");
+        let (connection, _) = listener.accept().expect("a client");
+        drop(listener);
+        assert!(matches!(Server::find(&socket), Ok(Found::Unknown)));
+        fs::remove_file(&socket).expect("it is there");
+        assert!(is_open(&socket));
+        assert!(!is_open(&folder.path().join("sock")));
+        drop(connection);
+        assert!(!is_open(&socket));
+    }
 
     #[test]
     fn the_socket_of_a_server_that_was_killed_is_removed() {
