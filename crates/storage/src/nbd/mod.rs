@@ -48,6 +48,7 @@ use std::time::Duration;
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
     GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
+    errno,
 };
 use blockhouse_nbd_protocol::request::kind;
 use blockhouse_nbd_protocol::uri::ClientUri;
@@ -318,6 +319,12 @@ impl Storage for NbdStorage {
             Framing::Simple | Framing::Structured => CommandFlags::empty(),
         };
         flags.set(CommandFlags::FUA, is_fua);
+        from.leave_pages();
+        if !from.is_intact() {
+            // The payload would be shorter than its header says.
+            let lost = std::io::Error::from_raw_os_error(errno::EFAULT);
+            return Err(Error::host("cannot write", lost).on(self.dial.name()).at(offset));
+        }
         while !from.is_empty() {
             let length = from.len().min(self.export().max_payload as usize);
             let rest = from.split_off(length);

@@ -3,10 +3,12 @@
 
 use std::cell::Cell;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Allocation, Buffer, ByteRange, Durability, Offload, Storage, SyncMode, Unmap, yield_now,
+    Allocation, Buffer, ByteRange, Durability, KernelPages, Offload, PageUse, Storage, SyncMode,
+    Unmap, errno, yield_now,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::NbdStorage;
@@ -144,6 +146,30 @@ fn the_file_holds_what_was_written() {
         drop(server);
         assert_eq!(std::fs::read(&image).unwrap()[..model.len()], model);
     }
+}
+
+/// The kernel's pages may vanish before a write's bytes are copied from them.
+#[test]
+fn a_write_whose_bytes_are_lost_fails_alone() {
+    if !has_qemu_nbd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (image, socket) = (folder.path().join("disk.img"), folder.path().join("nbd.sock"));
+    empty_image(&image);
+    let server = QemuNbd::start(&image, &socket);
+    EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+        let disk = NbdStorage::connect(uri(&socket), Duration::ZERO).await.unwrap();
+        let pages = Arc::new(KernelPages::new(None, |_| false));
+        let mut buffer = Buffer::new(512);
+        let vector = buffer.lend().in_pages(&pages, PageUse::Stored);
+        let error = disk.write(0, vector, Durability::None).await.expect_err("no byte is there");
+        assert_eq!(error.errno(), errno::EFAULT, "{error}");
+        buffer.bytes_mut().fill(7);
+        disk.write(512, buffer.lend(), Durability::None).await.unwrap();
+    });
+    drop(server);
+    assert_eq!(std::fs::read(&image).unwrap()[..1024], [[0; 512], [7; 512]].concat());
 }
 
 #[test]
