@@ -59,7 +59,6 @@ mod dirty_map;
 mod disk;
 mod durability;
 mod image;
-mod kernel_pages;
 mod layer;
 mod observers;
 mod open;
@@ -87,8 +86,7 @@ pub use disk::{
     FurtherBase, Hold, HoldChange, HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk,
     ReplacedImage, flush_ahead, is_inactive,
 };
-pub use image::{Image, LayerInfo};
-pub use kernel_pages::takes_kernel_pages;
+pub use image::{Image, LayerInfo, takes_kernel_pages};
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{

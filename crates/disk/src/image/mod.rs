@@ -27,7 +27,7 @@ use blockhouse_format::{
 
 use crate::durability::FlushTracker;
 use crate::layer::Layer;
-use crate::options::{Access, Discard, Options};
+use crate::options::{Access, DetectZeroes, Discard, Options};
 use crate::state::{StateFile, TrackedFile};
 use crate::write::Writer;
 pub(crate) use fork::{close_as_layer, image_of_layer};
@@ -299,4 +299,15 @@ pub struct LayerInfo<'a> {
     pub is_encrypted: bool,
     /// The features in the image's header, if the format has one.
     pub features: Option<Features>,
+}
+
+/// Whether an image usually moves a request's bytes without touching them, so that they can stay in
+/// the kernel's pages ([`KernelPages`](blockhouse_core::KernelPages)). Any image carries out such
+/// requests. With encryption, with detection of zeros, and without a local file, each of them costs
+/// a copy.
+pub fn takes_kernel_pages<S: Storage>(image: &Image<S>) -> bool {
+    let layer = image.layer();
+    image.options.detect_zeroes == DetectZeroes::Off
+        && !layer.is_encrypted()
+        && layer.data().takes_kernel_pages()
 }
