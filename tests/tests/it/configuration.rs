@@ -126,6 +126,37 @@ fn a_reload_changes_limits_and_moves_exports() {
     server.stop();
 }
 
+/// A disk whose export has copies of another disk's bitmaps stays open with its options.
+#[test]
+fn a_reload_does_not_drop_bitmaps_of_another_disk() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let marked = disk(&scratch, "m.qcow2", "read-only = true");
+    let [before, after] = ["", "cache = \"writeback\"\n"]
+        .map(|more| disk(&scratch, "a.img", &format!("read-only = true\n{more}")));
+    scratch.image("a.img", MIB);
+    command(&["create", str(&scratch.path("m.qcow2")), "1M"]).success();
+    command(&["bitmap", "add", str(&scratch.path("m.qcow2")), "b"]).success();
+    write(&config, &[table.clone(), marked.clone(), before]);
+    let server = start(&scratch, &config, 2);
+    let mut control = Control::connect(&scratch.socket("control"));
+    let export = nbd_uri("copies", scratch.socket("bitmaps"));
+    control.get(
+        "export.add",
+        json!({ "disk": "a.img", "export": export, "bitmaps": ["b"], "bitmaps-of": "m.qcow2" }),
+    );
+    let mut client = Client::at(scratch.socket("bitmaps"), "copies");
+    write(&config, &[table, marked, after]);
+    let done = control.get("server.reload", json!({}));
+    let failed = done["failed"][0].as_str().unwrap_or_default();
+    assert!(failed.contains("copies") && failed.contains("bitmaps of another disk"), "{done}");
+    assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
+    client.disconnect();
+    control.get("export.remove", json!({ "export": export }));
+    assert_eq!(control.get("server.reload", json!({}))["opened"], json!(["a.img"]));
+    server.stop();
+}
+
 /// A disk with a backup or a job cannot be closed: the first reload after its end closes it.
 #[test]
 fn a_disk_in_use_is_changed_by_a_later_reload() {

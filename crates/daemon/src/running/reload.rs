@@ -245,11 +245,8 @@ async fn close_changed(
             continue;
         }
         let as_before = ClosedDisk::of(running, &open, old);
-        let outcome = match new.and_then(|_| place_elsewhere(&open)) {
-            // The image that the file had named is not the disk's image any longer.
-            Some(place) => Err(anyhow!(
-                "the disk goes on in {place}: name that image in the file, with the same options, or close the disk first"
-            )),
+        let outcome = match new.and_then(|_| reason_to_stay(&open, &as_before.exports)) {
+            Some(reason) => Err(reason),
             None => running.close(name, true).await,
         };
         match outcome {
@@ -266,10 +263,21 @@ async fn close_changed(
     closed
 }
 
-/// The place of a disk that was forked, mirrored or handed over.
-fn place_elsewhere(open: &RunningDisk) -> Option<String> {
+/// The reason why a disk with these exports cannot be opened as it was: it was forked, mirrored or
+/// handed over, so the image that the file had named is not the disk's image any longer; or clients
+/// may request bitmaps of another disk, which may have changed since they were copied.
+fn reason_to_stay(open: &RunningDisk, exports: &[RunningExport]) -> Option<anyhow::Error> {
     let moved = open.moved().map(|moved| moved.path.display().to_string());
-    moved.or_else(|| open.disk.retired_to().map(ToOwned::to_owned))
+    if let Some(place) = moved.or_else(|| open.disk.retired_to().map(ToOwned::to_owned)) {
+        return Some(anyhow!(
+            "the disk goes on in {place}: name that image in the file, with the same options, or close the disk first"
+        ));
+    }
+    let export = exports.iter().find(|export| export.has_copied_bitmaps)?;
+    Some(anyhow!(
+        "{} offers bitmaps of another disk, and the disk cannot be opened again with them: remove the export first ('blockhouse ctl SOCKET unexport')",
+        export.address
+    ))
 }
 
 /// Adds new exports and limits to a disk that stays open. The old options of a disk that could not
