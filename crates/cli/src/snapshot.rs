@@ -18,6 +18,7 @@ use crate::open_args::{OpenArgs, look_locking, of_metadata};
 use crate::output;
 use crate::qemu_chain::check_chain;
 use crate::snapshot_list::{as_json, as_qemu_table, as_text};
+use crate::snapshot_name::{SnapshotName, name_in};
 use blockhouse_daemon::control::{Connection, Listed};
 use serde_json::{Value, json};
 
@@ -217,21 +218,11 @@ async fn meant(disk: &ImageDisk, name: String, takes_ids: bool) -> Result<String
     if !called_as::is_qemu_img() {
         return Ok(name);
     }
-    let listed = disk.snapshots().list().await?;
-    let named = |name: &str| listed.iter().filter(|snapshot| snapshot.name == name).count();
-    let by_id = listed.iter().find(|snapshot| takes_ids && snapshot.id == name);
-    match by_id {
-        // The id is unambiguous: no snapshot has it as its name.
-        Some(_) if named(&name) == 0 => Ok(name),
-        Some(snapshot) if named(&snapshot.name) == 1 => Ok(snapshot.name.clone()),
-        Some(snapshot) => bail!(
-            "{}: the snapshot with id {name} has the name '{}', as another one has; rename that first",
-            disk.name(),
-            snapshot.name
-        ),
-        None if named(&name) == 0 => bail!("{}: has no snapshot '{name}'", disk.name()),
-        None => Ok(name),
-    }
+    let wanted = match takes_ids {
+        true => SnapshotName::IdOrName(name),
+        false => SnapshotName::Exact { id: None, name: Some(name) },
+    };
+    Ok(name_in(disk, &wanted).await?)
 }
 
 /// Runs an action on the server that has the image open.

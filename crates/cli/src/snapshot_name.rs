@@ -5,24 +5,25 @@ use std::path::Path;
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_disk::{ImageDisk, ImageOptions, Snapshot, open};
 
+use crate::called_as;
 use crate::create_options::split;
 
 /// The name of a snapshot on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SnapshotName {
-    /// A name; if no snapshot has it, an id.
-    NameOrId(String),
+    /// An id; if no snapshot has it, a name. Reason: QEMU looks for ids first.
+    IdOrName(String),
     /// `snapshot.id=ID,snapshot.name=NAME`, or one of the two.
     Exact { id: Option<String>, name: Option<String> },
 }
 
-/// A name or id, or `snapshot.id=ID,snapshot.name=NAME`, where a comma in a value is written twice.
+/// An id or name, or `snapshot.id=ID,snapshot.name=NAME`. A comma in a value is written twice.
 ///
 /// # Errors
 /// The text has another part beside these two.
 pub fn parse_snapshot(text: &str) -> Result<SnapshotName, String> {
     if !["snapshot.id=", "snapshot.name="].iter().any(|prefix| text.starts_with(prefix)) {
-        return Ok(SnapshotName::NameOrId(text.to_owned()));
+        return Ok(SnapshotName::IdOrName(text.to_owned()));
     }
     let (mut id, mut name) = (None, None);
     for part in split(text) {
@@ -35,20 +36,8 @@ pub fn parse_snapshot(text: &str) -> Result<SnapshotName, String> {
     Ok(SnapshotName::Exact { id, name })
 }
 
-/// As [`parse_snapshot`], for a server, which takes a name or an id.
-///
-/// # Errors
-/// As [`parse_snapshot`]; also if the text has both.
-pub fn parse_one(text: &str) -> Result<String, String> {
-    match parse_snapshot(text)? {
-        SnapshotName::NameOrId(one)
-        | SnapshotName::Exact { id: Some(one), name: None }
-        | SnapshotName::Exact { id: None, name: Some(one) } => Ok(one),
-        SnapshotName::Exact { .. } => Err("say its name or its id, not both".into()),
-    }
-}
-
-/// Opens an image, or the disk of one of its snapshots.
+/// Opens an image, or the disk of one of its snapshots. An [`IdOrName`](SnapshotName::IdOrName) is
+/// a name first, unless the program is called qemu-img.
 ///
 /// # Errors
 /// The image cannot be opened, or has no such snapshot.
@@ -59,33 +48,51 @@ pub async fn open_snapshot(
 ) -> Result<ImageDisk> {
     let name = match wanted {
         None => None,
-        Some(SnapshotName::NameOrId(name)) => Some(name.clone()),
-        Some(SnapshotName::Exact { id, name }) => {
-            let disk = open(path, options.clone()).await?;
-            let listed = disk.snapshots().list().await;
-            disk.close().await?;
-            Some(name_of(disk.name(), &listed?, (id.as_deref(), name.as_deref()))?)
-        }
+        Some(SnapshotName::IdOrName(name)) if !called_as::is_qemu_img() => Some(name.clone()),
+        Some(wanted) => Some(find_name(path, options.clone(), wanted).await?),
     };
     open(path, options.at_snapshot(name.as_deref())).await
 }
 
-/// The name or id by which [`open`] finds the snapshot: an id is found if no snapshot has it as its
-/// name.
-fn name_of(
-    image: &str,
-    listed: &[Snapshot],
-    (id, name): (Option<&str>, Option<&str>),
+/// As [`name_in`], in the image at `path`.
+///
+/// # Errors
+/// As [`name_in`]; the image cannot be opened.
+pub async fn find_name(
+    path: &Path,
+    options: ImageOptions,
+    wanted: &SnapshotName,
 ) -> Result<String> {
+    let disk = open(path, options).await?;
+    let name = name_in(&disk, wanted).await;
+    disk.close().await?;
+    name
+}
+
+/// The name or id by which a disk finds the snapshot that QEMU's programs find.
+///
+/// # Errors
+/// The image has no such snapshot, or neither its name nor its id finds it.
+pub async fn name_in(disk: &ImageDisk, wanted: &SnapshotName) -> Result<String> {
+    name_of(disk.name(), &disk.snapshots().list().await?, wanted)
+}
+
+/// An id is found if no snapshot has it as its name.
+fn name_of(image: &str, listed: &[Snapshot], wanted: &SnapshotName) -> Result<String> {
     let refuse = |what: String, hint: &'static str| {
         Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint(hint))
     };
+    let (id, name) = match wanted {
+        SnapshotName::IdOrName(id) if listed.iter().any(|one| one.id == *id) => (Some(id), None),
+        SnapshotName::IdOrName(name) => (None, Some(name)),
+        SnapshotName::Exact { id, name } => (id.as_ref(), name.as_ref()),
+    };
     let is_wanted = |one: &&Snapshot| {
-        id.is_none_or(|id| one.id == id) && name.is_none_or(|name| one.name == name)
+        id.is_none_or(|id| one.id == *id) && name.is_none_or(|name| one.name == *name)
     };
     let Some(found) = listed.iter().find(is_wanted) else {
-        let wanted = [id, name].into_iter().flatten().collect::<Vec<_>>().join(", ");
-        let what = format!("has no snapshot '{wanted}'");
+        let wanted = [id, name].into_iter().flatten().map(String::as_str).collect::<Vec<_>>();
+        let what = format!("has no snapshot '{}'", wanted.join(", "));
         return refuse(what, "'snapshot list' names those that it has");
     };
     let named = |name: &str| listed.iter().find(|one| one.name == name);
@@ -121,8 +128,23 @@ mod tests {
     }
 
     fn found(all: &[(&str, &str)], text: &str) -> Option<String> {
-        let Ok(SnapshotName::Exact { id, name }) = parse_snapshot(text) else { panic!("{text}") };
-        name_of("i", &listed(all), (id.as_deref(), name.as_deref())).ok()
+        name_of("i", &listed(all), &parse_snapshot(text).unwrap()).ok()
+    }
+
+    /// As qemu-img 10.0.2 finds them with `convert -l`.
+    #[test]
+    fn an_id_is_found_before_a_name() {
+        let all = [("1", "2"), ("2", "1")];
+        for (text, name) in [
+            ("1", Some("2")),
+            ("2", Some("1")),
+            ("snapshot.id=1", Some("2")),
+            ("snapshot.name=1", Some("1")),
+            ("snapshot.id=1,snapshot.name=2", Some("2")),
+            ("snapshot.id=1,snapshot.name=1", None),
+        ] {
+            assert_eq!(found(&all, text).as_deref(), name, "{text}");
+        }
     }
 
     #[test]
@@ -138,6 +160,10 @@ mod tests {
             ("snapshot.name=1", Some("1")),
             ("snapshot.id=1,snapshot.name=same", None),
             ("snapshot.name=2", None),
+            ("1", Some("a,b")),
+            ("3", Some("3")),
+            ("same", Some("same")),
+            ("5", None),
         ] {
             assert_eq!(found(&all, text).as_deref(), name, "{text}");
         }
@@ -145,12 +171,10 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_names_or_ids() {
+    fn other_texts_are_ids_or_names() {
         for text in ["a", "1", "snapshot.x", "a,snapshot.id=1"] {
-            assert_eq!(parse_snapshot(text), Ok(SnapshotName::NameOrId(text.to_owned())));
+            assert_eq!(parse_snapshot(text), Ok(SnapshotName::IdOrName(text.to_owned())));
         }
         assert!(parse_snapshot("snapshot.id=1,b").is_err());
-        assert_eq!(parse_one("snapshot.name=a"), Ok("a".to_owned()));
-        assert!(parse_one("snapshot.id=1,snapshot.name=a").is_err());
     }
 }

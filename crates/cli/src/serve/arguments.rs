@@ -20,10 +20,10 @@ use blockhouse_config::socket_options::SocketMode;
 use blockhouse_config::switch::on_or_off;
 use blockhouse_config::user_options::{GroupName, UserName};
 use blockhouse_disk::{
-    BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, Probing, format_by_name,
-    probe_nameless,
+    BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, ImageOptions, Locking,
+    Probing, Purpose, StateUse, format_by_name, probe_nameless,
 };
-use blockhouse_engine::{DEFAULT_POLLING, EngineChoice};
+use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, EventLoop};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_storage::Location;
 use clap::ArgAction;
@@ -33,10 +33,11 @@ use crate::block_size_args::BlockSizeArgs;
 use crate::called_as;
 use crate::create::{make_overlay, whole_sectors, wrong_usage};
 use crate::hold_args::HoldArgs;
-use crate::open_args::{KeyArgs, ReferenceArgs};
+use crate::open_args::{KeyArgs, ReferenceArgs, read_only};
 use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 use crate::side_file_args::SideFileArgs;
+use crate::snapshot_name::find_name;
 
 /// The options that --config excludes, because the configuration file contains them.
 const OTHER_OPTIONS: [&str; 52] = [
@@ -399,9 +400,6 @@ impl Arguments {
     pub(super) fn obey_habits(&mut self) {
         self.nbd.extend(self.habits.uri().unwrap_or_else(|why| refuse(&why)));
         self.name.extend(self.habits.name().map(str::to_owned));
-        if let Some(name) = self.habits.load_snapshot.take() {
-            self.snapshot = Some(name);
-        }
         if self.habits.nocache {
             self.cache = CacheMode::None;
         }
@@ -453,6 +451,21 @@ impl Arguments {
             self.discard = named.space.discard.or(self.discard);
             self.detect_zeroes = named.space.detect_zeroes.unwrap_or(self.detect_zeroes);
         }
+    }
+
+    /// Finds the snapshot that qemu-nbd's -l names.
+    ///
+    /// # Errors
+    /// The image cannot be opened, or has no such snapshot.
+    pub(super) fn find_snapshot(&mut self) -> Result<()> {
+        if let Some(wanted) = self.habits.load_snapshot.take() {
+            let [image] = &self.images[..] else { refuse("-l is of one image: serve that alone") };
+            let options = read_only(self.format, StateUse::Off).for_purpose(Purpose::Image);
+            let options = ImageOptions { locking: Locking::None, ..options };
+            let found = find_name(image, options, &wanted);
+            self.snapshot = Some(EventLoop::new(EngineChoice::Auto)?.block_on(found)?);
+        }
+        Ok(())
     }
 
     /// The URI of the server whose exports `--list` shows, if it is given.

@@ -34,6 +34,7 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
         return attach::disconnect_as_qemu_nbd(device).map(|()| ExitCode::SUCCESS);
     }
     arguments.obey_habits();
+    arguments.find_snapshot()?;
     arguments.check();
     if let Some((number, named)) = arguments.connected() {
         // The socket's name is new each time: `-d` reads it from the device.

@@ -16,6 +16,7 @@ use crate::attach::parse_kernel_nbd;
 use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, escape};
 use crate::output;
+use crate::snapshot_name::{SnapshotName, parse_snapshot};
 use crate::tls_object::with_tls;
 
 /// The options of qemu-nbd's users.
@@ -84,8 +85,8 @@ pub struct NbdHabits {
     pub(super) image_opts: ImageOptsArgs,
     /// Serve this snapshot.
     #[arg(short = 'l', long = "load-snapshot", hide = true, value_name = "NAME")]
-    #[arg(conflicts_with = "snapshot", value_parser = crate::snapshot_name::parse_one)]
-    pub(super) load_snapshot: Option<String>,
+    #[arg(conflicts_with = "snapshot", value_parser = parse_snapshot)]
+    pub(super) load_snapshot: Option<SnapshotName>,
 }
 
 /// The engine that QEMU's `--aio` names; another one, with a warning, where the host refuses that,
