@@ -240,6 +240,11 @@ impl Arguments {
         self.given.insert(name.to_owned(), text.into());
     }
 
+    /// An argument, which stays in the arguments.
+    pub(super) fn peek(&self, name: &str) -> Option<&Value> {
+        self.given.get(name)
+    }
+
     /// Whether an argument is present and null. Takes it if so.
     pub(super) fn is_null(&mut self, name: &str) -> bool {
         let is_null = self.given.get(name) == Some(&Value::Null);

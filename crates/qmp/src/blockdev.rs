@@ -24,8 +24,8 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     let needed = || QmpError::generic("'node-name' must be specified for the root node");
     let name = asked.name.clone().ok_or_else(needed)?;
     check_name(context, &name)?;
-    if asked.is_throttle() {
-        filters::add_throttle(context, given, &name).await?
+    if filters::is_filter(context, &asked, &given) {
+        filters::add(context, given, &asked, &name).await?
     } else {
         open_node(context, given, asked, &name).await?
     }
@@ -106,11 +106,8 @@ fn in_use(name: &str) -> QmpError {
 /// Refuses to remove a filter that has exports.
 fn check_unexported(context: &Context, name: &str) -> Result<(), QmpError> {
     let state = context.state.borrow();
-    match state.exports.iter().find(|export| export.node == name) {
-        Some(export) => Err(QmpError::generic(format!(
-            "Node '{name}' is busy: node is used by the export '{}'",
-            export.id
-        ))),
-        None => Ok(()),
+    if state.exports.iter().any(|export| export.node == name) {
+        return Err(QmpError::generic(format!("Node {name} is in use")));
     }
+    Ok(())
 }

@@ -8,7 +8,7 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_daemon::Running;
 use blockhouse_daemon::control::{Gate, call};
 use blockhouse_daemon::events::Subscription;
-use blockhouse_disk::Access;
+use blockhouse_disk::{Access, FilePart};
 use futures_channel::oneshot;
 use futures_util::future::Shared;
 use serde_json::Value;
@@ -50,17 +50,23 @@ impl Context {
         Ok(call(&self.running, &self.answers, method, params, &is_cancelled).await?)
     }
 
-    /// Opens a disk by the parameters of `disk.open`, and `inactive`.
+    /// Opens a disk by the parameters of `disk.open`, `inactive`, and the `part` of a file: an
+    /// object with `offset` and `size`, or null.
     pub(super) async fn open(&self, mut params: Value) -> Result<(), QmpError> {
-        let inactive = params.as_object_mut().and_then(|members| members.remove("inactive"));
-        let is_inactive = inactive == Some(Value::Bool(true));
-        if !is_inactive {
+        let mut take = |key| params.as_object_mut().and_then(|members| members.remove(key));
+        let is_inactive = take("inactive") == Some(Value::Bool(true));
+        let part = take("part").filter(|part| !part.is_null()).map(|part| FilePart {
+            offset: part["offset"].as_u64().unwrap_or_default(),
+            size: part["size"].as_u64(),
+        });
+        if !is_inactive && part.is_none() {
             return self.call("disk.open", params).await.map(drop);
         }
         self.answers.check("disk.open").map_err(QmpError::generic)?;
         let setup: DiskConfig =
             serde_json::from_value(params).map_err(|why| QmpError::generic(why.to_string()))?;
-        let setup = DiskConfig { is_inactive, ..setup }.checked().map_err(QmpError::generic)?;
+        let setup =
+            DiskConfig { is_inactive, part, ..setup }.checked().map_err(QmpError::generic)?;
         let opened = self.running.open_and_serve(setup, Access::ReadWrite).await;
         opened.map(drop).map_err(QmpError::failed)
     }

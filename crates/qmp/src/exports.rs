@@ -73,7 +73,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             }
             check_id(context, &id)?;
             let disk = context.served_disk("", &node)?;
-            check_access(context, &disk, is_writable, allows_inactive).await?;
+            check_access(context, (&disk, &node), is_writable, allows_inactive).await?;
             check_block_size(context, &disk, block)?;
             let named = NamedExport { id, address: path, node, allows_inactive };
             serve(context, named, &disk, is_writable, Offered::default()).await
@@ -112,7 +112,7 @@ impl NbdExport {
         let NbdServer { address, tls } = server(context)?;
         check_id(context, &id)?;
         let disk = context.served_disk(&device, &node)?;
-        check_access(context, &disk, is_writable, allows_inactive).await?;
+        check_access(context, (&disk, &node), is_writable, allows_inactive).await?;
         let Offered { description, .. } = &offered;
         if description.len() > MAX_STRING {
             return Err(QmpError::generic(format!("description '{description}' too long")));
@@ -149,22 +149,24 @@ fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
     }
 }
 
-/// Refuses a writable export of a read-only disk. An inactive disk becomes active, unless the
+/// Refuses a writable export of a read-only disk or node. An inactive disk becomes active, unless the
 /// export allows it to stay inactive.
 async fn check_access(
     context: &Context,
-    disk: &str,
+    (disk, node): (&str, &str),
     is_writable: bool,
     allows_inactive: bool,
 ) -> Result<(), QmpError> {
+    let filter = context.state.borrow().filters.get(node).cloned();
     let running = context.running.disks().get(disk).map_err(QmpError::failed)?;
     let was_inactive = is_inactive(&running.disk);
     let is_read_only = match was_inactive {
         true => running.setup.is_read_only(),
         false => running.disk.access() == Access::ReadOnly,
     };
+    let is_read_only = is_read_only || filter.is_some_and(|filter| filter.is_read_only);
     if is_read_only && is_writable {
-        return Err(QmpError::generic("Block node is read-only"));
+        return Err(QmpError::generic("Cannot export read-only node as writable"));
     }
     if was_inactive && !allows_inactive { change(context, disk, true).await } else { Ok(()) }
 }

@@ -17,6 +17,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::qcow2_words::qcow2_data;
+use super::state::Filter;
 
 /// The keys of limits in QEMU, and in this server.
 const LIMITS: &[(&str, &str)] = &[
@@ -56,15 +57,15 @@ async fn add_nodes(
     let names = context.state.borrow().nodes_of(running.name());
     let top = names.first().map_or(running.name(), |node| &node.name);
     let is_file = context.state.borrow().files.contains_key(top);
+    if let Some((name, filter)) = context.state.borrow().filter_on(running.name()) {
+        nodes.push(filter_node(disk, running, name, filter));
+    }
     if !is_file {
         let mut node = format_node(context, disk, running, is_flat).await?;
         node["node-name"] = top.into();
         nodes.push(node);
     }
     let state = context.state.borrow();
-    if let Some(filter) = state.filter_on(running.name()) {
-        nodes.push(filter_node(disk, running, filter));
-    }
     let below = state.file_of(top);
     let file = if is_file { top } else { &below };
     let mut node = protocol_node(disk, running, file);
@@ -147,8 +148,9 @@ async fn format_node(
     let mut node = frame(disk, running, running.disk.image().image_format_name());
     node["encrypted"] = running.disk.image().is_encrypted().into();
     node["detect_zeroes"] = json!(running.setup.detect_zeroes);
-    // With a filter on the disk, the limits are the throttle group's and not this node's.
-    if context.state.borrow().filter_on(name).is_none() {
+    // With a throttle on the disk, the limits are the throttle group's and not this node's.
+    let is_throttled = |(_, filter): (&str, &Filter)| filter.group.is_some();
+    if !context.state.borrow().filter_on(name).is_some_and(is_throttled) {
         let limits = context.call("limit.get", json!({ "disk": name })).await?;
         for (key, limit) in LIMITS {
             node[*key] = limits[0]["limits"][*limit].as_u64().unwrap_or_default().into();
@@ -256,23 +258,29 @@ fn backing_image(running: &RunningDisk, depth: usize) -> Value {
 }
 
 /// A filter on a disk.
-fn filter_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
-    let mut node = frame(disk, running, "throttle");
+fn filter_node(disk: &Value, running: &RunningDisk, name: &str, filter: &Filter) -> Value {
+    let driver = if filter.group.is_some() { "throttle" } else { "raw" };
+    let mut node = frame(disk, running, driver);
     node["node-name"] = name.into();
-    node["image"] = image_of(&running.path(), "throttle", running.disk.size(), None);
+    if filter.is_read_only {
+        node["ro"] = true.into();
+    }
+    node["image"] = image_of(&running.path(), driver, running.disk.size(), None);
     node
 }
 
 /// The file of a disk.
 fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let found = running.path().metadata().ok();
-    let driver = match (running.disk.image().file(), &found) {
-        (None, _) => match Location::of(&running.path()) {
+    // A disk that is a part of a file has no file of its own.
+    let is_local = running.disk.image().file().is_some() || running.setup.part.is_some();
+    let driver = match (is_local, &found) {
+        (false, _) => match Location::of(&running.path()) {
             Ok(Location::Null(null)) => null.driver(),
             _ => "nbd",
         },
-        (Some(_), Some(found)) if !found.is_file() => "host_device",
-        (Some(_), _) => "file",
+        (true, Some(found)) if !found.is_file() => "host_device",
+        (true, _) => "file",
     };
     let mut node = frame(disk, running, driver);
     node["node-name"] = name.into();
@@ -280,7 +288,7 @@ fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let length = found.filter(|_| driver == "file").map(|found| found.len().next_multiple_of(512));
     let size = length.unwrap_or(running.disk.size());
     let mut image = image_of(&running.path(), driver, size, None);
-    if running.disk.image().file().is_some() {
+    if is_local {
         // QEMU has the type "file" for devices, too.
         image["format-specific"] = json!({ "type": "file", "data": {} });
     }

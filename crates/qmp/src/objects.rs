@@ -187,7 +187,7 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     let id = given.text("id")?;
     given.end()?;
     let mut state = context.state.borrow_mut();
-    let is_used = state.filters.values().any(|filter| filter.group == id)
+    let is_used = state.filters.values().any(|filter| filter.group.as_ref() == Some(&id))
         || state.nbd_server.as_ref().is_some_and(|server| server.tls.as_ref() == Some(&id));
     if is_used {
         return Err(QmpError::generic(format!("object '{id}' is in use, can not be deleted")));

@@ -23,8 +23,9 @@ use super::state::{FileNode, FormatNode};
 const FILES: [&str; 5] = ["file", "host_device", NBD, "null-aio", "null-co"];
 const NBD: &str = "nbd";
 const QCOW2: &str = "qcow2";
+const RAW: &str = "raw";
 /// QEMU's drivers of formats that Blockhouse opens.
-const FORMATS: [&str; 7] = ["raw", QCOW2, "luks", "vdi", "vhdx", "vmdk", "vpc"];
+pub(super) const FORMATS: [&str; 7] = [RAW, QCOW2, "luks", "vdi", "vhdx", "vmdk", "vpc"];
 /// QEMU's driver of a node that limits a disk.
 const THROTTLE: &str = "throttle";
 /// QEMU's other drivers, which are refused.
@@ -64,7 +65,7 @@ const MAX_NAME: usize = 31;
 pub(super) struct Asked {
     driver: &'static str,
     pub(super) name: Option<String>,
-    is_read_only: bool,
+    pub(super) is_read_only: bool,
     is_active: bool,
     /// The mode of the host's page cache, if the client names one.
     cache: Option<&'static str>,
@@ -74,6 +75,8 @@ pub(super) struct Asked {
     is_without_backing: bool,
     /// The data file, if the client gives the image one.
     data_file: Option<String>,
+    /// The part of the file that a `raw` node consists of; otherwise null.
+    part: Value,
 }
 
 impl Asked {
@@ -118,6 +121,7 @@ impl Asked {
             detect_zeroes,
             is_without_backing,
             data_file: None,
+            part: Value::Null,
         };
         Ok(asked)
     }
@@ -125,6 +129,11 @@ impl Asked {
     /// Whether the node is a `throttle` filter.
     pub(super) fn is_throttle(&self) -> bool {
         self.driver == THROTTLE
+    }
+
+    /// Whether the node is of the driver `raw`.
+    pub(super) fn is_raw(&self) -> bool {
+        self.driver == RAW
     }
 
     /// Parses the options of a file node, and refuses others. Returns the file's name, or the URI
@@ -193,6 +202,7 @@ impl Asked {
             "detect-zeroes": self.detect_zeroes,
             "without-backing": self.is_without_backing,
             "data-file": self.data_file,
+            "part": self.part,
             "inactive": !self.is_active,
         })
     }
@@ -440,7 +450,13 @@ async fn open_format(
     if asked.driver == QCOW2 {
         take_without_effect(&mut given)?;
     }
-    let asked = Asked { data_file: take_data_file(context, &mut given, &asked)?, ..asked };
+    let mut asked = Asked { data_file: take_data_file(context, &mut given, &asked)?, ..asked };
+    if asked.is_raw() {
+        let (offset, size) = (given.some_unsigned("offset")?, given.some_unsigned("size")?);
+        if offset.is_some() || size.is_some() {
+            asked.part = json!({ "offset": offset.unwrap_or(0), "size": size });
+        }
+    }
     let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;

@@ -26,6 +26,11 @@ pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Retur
         if !context.has_node(&name) {
             return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
         }
+        let filter = context.state.borrow().filters.get(&name).cloned();
+        if filter.is_some_and(|filter| filter.group.is_none()) {
+            let why = format!("Node '{name}' is another name of the node below: reopen that one");
+            return Err(QmpError::generic(why));
+        }
         if asked.is_throttle() {
             let group = options.text("throttle-group")?;
             changes.push((name, Err(group)));

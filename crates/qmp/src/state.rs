@@ -78,8 +78,10 @@ pub(super) struct Pull {
 pub(super) struct Filter {
     /// The disk.
     pub(super) disk: String,
-    /// The throttle group whose limits it has.
-    pub(super) group: String,
+    /// The throttle group whose limits it has; `None` for a `raw` node.
+    pub(super) group: Option<String>,
+    /// Whether it is for reading only, whatever its disk is.
+    pub(super) is_read_only: bool,
     /// Whether the disk is closed when the filter is removed.
     pub(super) is_implicit: bool,
 }
@@ -290,9 +292,10 @@ impl State {
     }
 
     /// The filter on a disk.
-    pub(super) fn filter_on(&self, disk: &str) -> Option<&str> {
+    pub(super) fn filter_on(&self, disk: &str) -> Option<(&str, &Filter)> {
         let mut filters = self.filters.iter();
-        filters.find(|(_, filter)| filter.disk == disk).map(|(name, _)| name.as_str())
+        let found = filters.find(|(_, filter)| filter.disk == disk);
+        found.map(|(name, filter)| (name.as_str(), filter))
     }
 
     /// The address of the export with this id.

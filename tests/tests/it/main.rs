@@ -84,6 +84,7 @@ mod qmp_schema;
 mod qmp_served;
 mod random_requests;
 mod raw_bitmaps;
+mod raw_nodes;
 mod rbd;
 mod rbd_clones;
 mod read_only;

@@ -665,7 +665,7 @@ fn images_are_made_and_nodes_reopened_as_tools_do_it() {
     rig.qmp.get("blockdev-reopen", reopen(true));
     let export = json!({ "type": "nbd", "id": "a", "node-name": "made", "writable": true });
     let why = rig.qmp.refused("block-export-add", export.clone());
-    assert_eq!(why, "Block node is read-only");
+    assert_eq!(why, "Cannot export read-only node as writable");
     rig.qmp.get("blockdev-reopen", reopen(false));
     rig.qmp.get("block-export-add", export);
     assert_eq!(rig.connect("made").write(0, &[1; 512], 0), 0);
