@@ -196,8 +196,8 @@ struct Taken {
 }
 
 /// Checks the bitmaps that clients of an export may query. An export of a backup has bitmaps of the
-/// backup's target node, or of its source. Other disks offer the bitmaps that they were opened
-/// with, or, if they are read-only, those of another read-only disk.
+/// backup's target node, or of its source. Other disks offer their own, or, if they are read-only,
+/// those of another read-only disk.
 fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<Taken, QmpError> {
     let name_of = |bitmap: &Value| bitmap.as_str().or(bitmap["name"].as_str()).map(str::to_owned);
     let names: Vec<_> = bitmaps.iter().filter_map(name_of).collect();
@@ -224,13 +224,9 @@ fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<T
     }
     let disk =
         context.running.disks().get(disk).map_err(|why| QmpError::generic(why.to_string()))?;
-    match names.iter().find(|name| !disk.offers_bitmap(name)) {
-        None => Ok(Taken::default()),
-        Some(name) => Err(QmpError::generic(format!(
-            "Bitmap '{name}' is not offered by '{}': a disk offers those that it was opened with, and a backup all of its disk",
-            disk.name()
-        ))),
-    }
+    // All exports of a disk offer the bitmaps that it was opened with.
+    let are_offered = names.iter().all(|name| disk.offers_bitmap(name));
+    Ok(if are_offered { Taken::default() } else { Taken { names, of: None } })
 }
 
 /// The description of an export, and its metadata contexts besides `base:allocation`.

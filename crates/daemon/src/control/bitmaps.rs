@@ -18,7 +18,7 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         "bitmap.list" => {
             let DiskParams { disk } = params(given)?;
             let claimed = running.claim_disk(&disk).await?;
-            result(list(&claimed.disk).await?)
+            result(list(running, &claimed.disk).await?)
         }
         "bitmap.add" => {
             let BitmapAddParams { disk, name, granularity, disabled, transient } = params(given)?;
@@ -59,11 +59,11 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
     }
 }
 
-async fn list(disk: &RunningDisk) -> anyhow::Result<Vec<BitmapInfo>> {
+async fn list(running: &Running, disk: &RunningDisk) -> anyhow::Result<Vec<BitmapInfo>> {
     let bitmaps = disk.disk.bitmaps();
     let mut infos = Vec::new();
     for bitmap in bitmaps.list().await? {
-        let is_busy = disk.offers_bitmap(&bitmap.name);
+        let is_busy = running.offers_bitmap(disk, &bitmap.name);
         let count = if bitmap.is_inconsistent {
             None
         } else {
@@ -81,7 +81,7 @@ async fn change(
 ) -> Outcome {
     let claimed = running.claim_disk(&disk).await?;
     if action == BitmapAction::Remove {
-        claimed.disk.check_bitmap_unused(&name)?;
+        running.check_bitmap_unused(&claimed.disk, &name)?;
     }
     let changed = claimed.disk.disk.bitmaps().change(&name, action).await;
     let pause = changed.map_err(anyhow::Error::from)?;

@@ -202,12 +202,12 @@ pub struct ExportAddParams {
     /// A text that NBD clients show their users: at most 4096 bytes.
     #[serde(default)]
     pub description: String,
-    /// For a disk that a backup has frozen: bitmaps of the original disk that NBD clients may
-    /// query. They have all changes up to the freeze, and perhaps later ones. For a read-only disk:
-    /// bitmaps of another read-only disk, as they are now.
+    /// Bitmaps of the disk that NBD clients may query. For a disk that a backup has frozen, they
+    /// are the original disk's: they have all changes up to the freeze, and perhaps later ones.
     #[serde(default)]
     pub bitmaps: Vec<String>,
-    /// The disk that has these bitmaps, if not the original disk. Its size must be the same.
+    /// For a frozen disk: another disk that has these bitmaps. For a read-only disk: a read-only
+    /// disk that has them, as they are now. Its size must be the same.
     #[serde(default)]
     pub bitmaps_of: Option<String>,
 }

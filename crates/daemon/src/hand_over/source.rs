@@ -243,7 +243,7 @@ fn check_layers(service: &Service) -> Result<()> {
 }
 
 /// Refuses if a backup runs: only this process knows the content of its disks at the moment of the
-/// backup. An export with copies of bitmaps is refused, too.
+/// backup. An export that has got bitmaps of its own is refused, too.
 fn check_backups(service: &Service) -> Result<()> {
     if let Some(backup) = service.running().backups().list().first() {
         bail!(
@@ -252,10 +252,10 @@ fn check_backups(service: &Service) -> Result<()> {
         );
     }
     let exports = service.running().exports().list();
-    match exports.iter().find(|export| export.has_copied_bitmaps) {
+    match exports.iter().find(|export| !export.added_bitmaps.is_empty()) {
         None => Ok(()),
         Some(export) => bail!(
-            "{} offers bitmaps of another disk, and cannot be handed over; remove it first ('blockhouse ctl SOCKET unexport')",
+            "{} offers bitmaps that its disk was not opened with, and cannot be handed over; remove it first ('blockhouse ctl SOCKET unexport')",
             export.address
         ),
     }

@@ -19,7 +19,7 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_config::offers::ExportOptions;
-use blockhouse_core::{Error, ErrorKind, rare};
+use blockhouse_core::{ByteRange, Error, ErrorKind, rare};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options,
 };
@@ -282,12 +282,12 @@ async fn adopt_frozen(
     Ok(running.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
 }
 
-/// A disk that does not change, with copies of bitmaps: a frozen disk of a backup with those of its
-/// source or of another disk (`of`), or a read-only disk with those of another read-only disk. The
-/// copies have all changes up to the freeze, and perhaps later ones.
+/// A disk that offers these bitmaps. They are its own, or copies: a frozen disk of a backup has
+/// those of its source or of another disk (`of`), and a read-only disk those of another read-only
+/// disk. The copies have all changes up to the freeze, and perhaps later ones.
 ///
 /// # Errors
-/// The disk may change, or there is no such bitmap.
+/// The disk of a copy may change, or there is no such bitmap.
 pub(super) async fn with_bitmaps(
     running: &Running,
     name: &str,
@@ -300,9 +300,14 @@ pub(super) async fn with_bitmaps(
     let source = match (of, frozen) {
         (Some(other), _) => running.disks.get(other)?,
         (None, Some(disk)) => Arc::clone(&disk.source),
-        (None, None) => bail!(
-            "the disk {name:?} is no disk that a backup has frozen: open it with the bitmaps that it is to offer"
-        ),
+        (None, None) => {
+            for bitmap in bitmaps {
+                // Fails if the bitmap is missing or inconsistent.
+                served.disk.bitmaps().extents(bitmap, ByteRange::between(0, 0), 0).await?;
+            }
+            let own = bitmaps.iter().cloned().map(ExportBitmap::OfDisk).collect();
+            return Ok(offering(&served, own));
+        }
     };
     let mut changing = [&served, &source].into_iter().filter(|disk| !disk.setup.is_read_only());
     if frozen.is_none()
@@ -320,12 +325,16 @@ pub(super) async fn with_bitmaps(
     for bitmap in bitmaps {
         copies.push(copy_bitmap(&source, bitmap).await?);
     }
-    let RunningDisk { setup, path, moved, disk, room, .. } = &*served;
+    Ok(offering(&served, copies))
+}
+
+/// A disk for an export that offers these bitmaps.
+fn offering(served: &RunningDisk, bitmaps: Vec<ExportBitmap>) -> Arc<RunningDisk> {
+    let RunningDisk { setup, path, moved, disk, room, .. } = served;
     let (setup, path, moved, disk, room) =
         (setup.clone(), path.clone(), moved.clone(), Arc::clone(disk), Arc::clone(room));
-    let (bitmaps, group) = (copies, Mutex::default());
-    let configured = Mutex::default();
-    Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, configured, group }))
+    let (configured, group) = (Mutex::default(), Mutex::default());
+    Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, configured, group })
 }
 
 /// Ends a backup: stops serving its frozen disks and copying old data. Its bitmaps stay.

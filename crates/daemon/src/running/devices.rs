@@ -48,7 +48,7 @@ impl ExportList {
             address,
             disk: name.clone(),
             options,
-            has_copied_bitmaps: false,
+            added_bitmaps: Vec::new(),
         });
         list.devices.push(Arc::new(RunningDevice { disk: name, access, served, frontends }));
         Ok(())

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_config::threshold::Threshold;
@@ -90,20 +89,10 @@ impl RunningDisk {
         self.setup.bitmaps.iter().any(|offered| offered == name)
     }
 
-    /// Whether NBD clients may request copies of bitmaps, made when an export was added.
-    pub(super) fn has_copied_bitmaps(&self) -> bool {
-        self.bitmaps.iter().any(|bitmap| matches!(bitmap, ExportBitmap::Fixed { .. }))
-    }
-
-    /// Refuses to remove a bitmap that NBD clients may request.
-    pub(crate) fn check_bitmap_unused(&self, name: &str) -> Result<()> {
-        if self.offers_bitmap(name) {
-            bail!(
-                "the disk {:?} offers the bitmap {name:?} to NBD clients; open the disk without it first",
-                self.name()
-            );
-        }
-        Ok(())
+    /// The bitmaps, requested for an export, that the disk was not opened with.
+    pub(super) fn added_bitmaps(&self) -> Vec<String> {
+        let names = self.bitmaps.iter().map(ExportBitmap::name);
+        names.filter(|name| !self.offers_bitmap(name)).map(str::to_owned).collect()
     }
 
     /// The limits that apply.

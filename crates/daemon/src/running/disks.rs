@@ -242,6 +242,25 @@ impl Running {
         self.forget(&claimed.disk).await
     }
 
+    /// Whether NBD clients may request a disk's bitmap.
+    pub(crate) fn offers_bitmap(&self, disk: &RunningDisk, bitmap: &str) -> bool {
+        let exports = self.exports.of_disk(disk.name());
+        let mut added = exports.iter().flat_map(|export| &export.added_bitmaps);
+        disk.offers_bitmap(bitmap) || added.any(|added| added == bitmap)
+    }
+
+    /// Refuses to remove a bitmap that NBD clients may request.
+    pub(crate) fn check_bitmap_unused(&self, disk: &RunningDisk, bitmap: &str) -> Result<()> {
+        if self.offers_bitmap(disk, bitmap) {
+            bail!(
+                "the disk {:?} offers the bitmap {bitmap:?} to NBD clients; remove the export that requests it, or open \
+                 the disk without it, first",
+                disk.name()
+            );
+        }
+        Ok(())
+    }
+
     /// Closes a disk without exports. The caller has claimed it.
     pub(super) async fn forget(&self, disk: &RunningDisk) -> Result<()> {
         let closed = disk.disk.close().await;
@@ -251,9 +270,9 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, with these options. For a disk frozen by a backup,
-    /// `bitmaps` names the bitmaps of the original disk, or of another one, that clients may
-    /// request. Returns the address, with the real port if port 0 was requested.
+    /// Serves a disk at an address, with these options. `bitmaps` names the
+    /// bitmaps that clients may request: of the disk, of the original of a disk frozen by a
+    /// backup, or of another one. Returns the address, with the real port if port 0 was requested.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be bound.

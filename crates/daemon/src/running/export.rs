@@ -25,8 +25,8 @@ pub struct RunningExport {
     pub disk: String,
     /// Its options.
     pub options: ExportOptions,
-    /// Whether its clients may query copies of bitmaps, which only this process has.
-    pub(crate) has_copied_bitmaps: bool,
+    /// The bitmaps, copied or live, that it offers besides those that the disk was opened with.
+    pub(crate) added_bitmaps: Vec<String>,
 }
 
 /// A listening socket of NBD clients.

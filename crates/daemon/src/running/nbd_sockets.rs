@@ -105,7 +105,7 @@ impl ExportList {
                 address: ExportAddress::Nbd(address),
                 disk: disk.name().to_owned(),
                 options,
-                has_copied_bitmaps: disk.has_copied_bitmaps(),
+                added_bitmaps: disk.added_bitmaps(),
             });
         }
         let number = list.served_sockets;
@@ -177,13 +177,8 @@ impl ExportList {
                 let uri = NbdUri { security: socket.security, ..uri };
                 socket.exports.add(export(uri.export.clone(), &disk, options.clone()))?;
                 let (address, name) = (ExportAddress::Nbd(uri.clone()), disk.name().to_owned());
-                let has_copied_bitmaps = disk.has_copied_bitmaps();
-                list.exports.push(RunningExport {
-                    address,
-                    disk: name,
-                    options,
-                    has_copied_bitmaps,
-                });
+                let added_bitmaps = disk.added_bitmaps();
+                list.exports.push(RunningExport { address, disk: name, options, added_bitmaps });
                 return Ok(uri);
             }
         }

@@ -217,7 +217,7 @@ fn by_disk(running: &Running, changes: Vec<(String, PartChange)>) -> Result<Vec<
             action: BitmapAction::Remove,
         }) = &change
         {
-            running.disks.get(&name)?.check_bitmap_unused(bitmap)?;
+            running.check_bitmap_unused(&*running.disks.get(&name)?, bitmap)?;
         }
         match parts.iter_mut().find(|(disk, _)| disk.name() == name) {
             Some((_, changes)) => changes.push(change),

@@ -39,7 +39,7 @@ impl ExportList {
             address,
             disk: disk.clone(),
             options,
-            has_copied_bitmaps: false,
+            added_bitmaps: Vec::new(),
         });
         list.ublk.push(Arc::new(RunningUblk { disk, server }));
         Ok(())
