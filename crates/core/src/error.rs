@@ -98,6 +98,7 @@ struct Detail {
     hint: Option<Cow<'static, str>>,
     source: Option<Box<dyn StdError + Send + Sync>>,
     confined: bool,
+    is_of_lost_storage: bool,
 }
 
 impl Error {
@@ -113,6 +114,7 @@ impl Error {
             hint: None,
             source: None,
             confined: false,
+            is_of_lost_storage: false,
         }))
     }
 
@@ -175,6 +177,18 @@ impl Error {
         self.0.confined
     }
 
+    /// Marks the failure as that of a storage that cannot be reached at all.
+    #[must_use]
+    pub fn of_lost_storage(mut self) -> Self {
+        self.0.is_of_lost_storage = true;
+        self
+    }
+
+    /// Whether the storage cannot be reached at all: other ranges cannot be read either.
+    pub fn is_of_lost_storage(&self) -> bool {
+        self.0.is_of_lost_storage
+    }
+
     /// The name of the file, if known.
     pub fn path(&self) -> Option<&str> {
         self.0.path.as_deref()
@@ -203,6 +217,7 @@ impl Error {
             hint: detail.hint.clone(),
             source: detail.source.as_ref().map(|source| source.to_string().into()),
             confined: detail.confined,
+            is_of_lost_storage: detail.is_of_lost_storage,
         }))
     }
 }

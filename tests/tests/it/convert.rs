@@ -458,3 +458,28 @@ fn a_snapshot_that_is_not_there_is_no_reason_for_a_copy() {
         assert!(!copy.exists() && !scratch.path("copy.raw.part").exists());
     }
 }
+
+/// QEMU too copies zeros for all that a lost server had; such a copy is none.
+#[test]
+fn a_bad_sector_becomes_zeros_and_a_lost_server_is_an_error() {
+    require!(need::tools(&["nbdkit"]));
+    let scratch = Scratch::new();
+    let copy = scratch.path("copy.raw");
+    let serve = |pread: &str| {
+        let mut nbdkit = tool("nbdkit");
+        nbdkit.args(["-U", "-", "eval", "get_size=echo 4194304", &format!("pread={pread}")]);
+        let convert = format!("{} convert --salvage \"$uri\" {}", str(blockhouse()), str(&copy));
+        run(nbdkit.arg("--run").arg(convert))
+    };
+    let data = "head -c $3 /dev/zero | tr '\\0' x";
+    let bad = format!("[ $4 -lt 1048576 ] && [ $(($4 + $3)) -gt 1044480 ] && exit 1; {data}");
+    serve(&bad).success();
+    let found = std::fs::read(&copy).expect("a copy");
+    assert!(found[..1_044_480].iter().all(|&byte| byte == b'x'));
+    assert!(found[1_044_480..1_048_576].iter().all(|&byte| byte == 0));
+    assert!(found[1_048_576..].iter().all(|&byte| byte == b'x'));
+    std::fs::remove_file(&copy).expect("it is there");
+    let outcome = serve(&format!("[ $4 -ge 2097152 ] && kill -9 $PPID; {data}"));
+    let is_told = outcome.stderr.contains("the connection has failed");
+    assert!(is_told && !copy.exists(), "{}", outcome.describe("a lost server"));
+}

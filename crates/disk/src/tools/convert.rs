@@ -360,7 +360,7 @@ impl<S: Storage> CopyJob<S> {
             let read = read_from(&part.source, part.shift(), part.end(), &chunk, &mut buffer).await;
             match (&self.lost, read) {
                 (Some(lost), Err(error)) if error.is_host_failure() => {
-                    let bytes = salvage(part, &chunk, &mut buffer).await;
+                    let bytes = salvage(part, &chunk, &mut buffer).await?;
                     lost.fetch_add(bytes, Ordering::Relaxed);
                 }
                 (_, read) => read?,
@@ -447,7 +447,10 @@ fn scan_of<S: Storage>(
 }
 
 /// As [`read_from`], piece by piece. Unreadable bytes become zeros. Returns their number.
-async fn salvage<S: Storage>(part: &Part<S>, chunk: &Chunk, buffer: &mut Buffer) -> u64 {
+///
+/// # Errors
+/// The storage cannot be reached at all: zeros for all the rest would be no copy of it.
+async fn salvage<S: Storage>(part: &Part<S>, chunk: &Chunk, buffer: &mut Buffer) -> Result<u64> {
     let unit = u64::from(part.source.image().alignment().offset).max(SECTOR);
     let start = chunk.range.offset();
     buffer.bytes_mut()[..chunk.range.length() as usize].fill(0);
@@ -457,8 +460,10 @@ async fn salvage<S: Storage>(part: &Part<S>, chunk: &Chunk, buffer: &mut Buffer)
     while let Some((from, to)) = left.pop() {
         let into = buffer.lend_range((from - start) as usize, (to - from) as usize);
         let offset = from.wrapping_add(part.shift());
-        if part.source.submit(Request::Read { offset, into }).await.is_ok() {
-            continue;
+        match part.source.submit(Request::Read { offset, into }).await {
+            Ok(_) => continue,
+            Err(error) if error.is_of_lost_storage() => return Err(error),
+            Err(_) => {}
         }
         let middle = from + (to - from) / 2;
         let middle = middle - middle.wrapping_add(part.shift()) % unit;
@@ -474,7 +479,7 @@ async fn salvage<S: Storage>(part: &Part<S>, chunk: &Chunk, buffer: &mut Buffer)
         }
         left.extend([(middle, to), (from, middle)]);
     }
-    lost
+    Ok(lost)
 }
 
 /// Fills the start of `buffer` with a chunk of the disk: its data is read, the rest is zeros.

@@ -183,6 +183,7 @@ impl Transmission {
     /// Fails all present and future requests with `error`: for good if `is_final`, otherwise until
     /// there is another stream.
     pub(super) fn fail_all(&self, error: Error, is_final: bool) {
+        let error = error.of_lost_storage();
         let mut state = self.state.lock();
         let wakers = state.pending.fail_all(&error, &self.detached);
         state.outage = Some(error);
