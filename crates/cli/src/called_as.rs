@@ -94,9 +94,16 @@ pub fn is_qemu_nbd() -> bool {
 }
 
 /// The exit status of wrong usage. For `check` it is always qemu-img's 1, because 2 means that the
-/// image is corrupt.
-pub fn wrong_usage_status() -> i32 {
-    if tool().is_some() || is_check(&words()) { 1 } else { 2 }
+/// image is corrupt. For a wrong value of an option of `compare` it is always qemu-img's 2, because
+/// 1 means that the images differ.
+pub fn wrong_usage_status(kind: Option<clap::error::ErrorKind>) -> i32 {
+    use clap::error::ErrorKind::{InvalidValue, ValueValidation};
+    let words = words();
+    match kind {
+        Some(InvalidValue | ValueValidation) if command_of(&words) == "compare" => 2,
+        _ if tool().is_some() || is_check(&words) => 1,
+        _ => 2,
+    }
 }
 
 /// Whether this command line is of the command `check`.

@@ -344,7 +344,7 @@ pub fn wrong_usage(why: &str) -> ! {
     });
     // In a server, a separate thread writes the log lines, and the exit would drop the last ones.
     logging::flush();
-    std::process::exit(called_as::wrong_usage_status())
+    std::process::exit(called_as::wrong_usage_status(None))
 }
 
 /// The header of a new LUKS container. Wrong usage ends the program.

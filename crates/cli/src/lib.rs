@@ -243,7 +243,7 @@ pub fn run() -> ExitCode {
         }
         Err(error) if error.use_stderr() => {
             output::tell_wrong_usage(&error);
-            std::process::exit(called_as::wrong_usage_status());
+            std::process::exit(called_as::wrong_usage_status(Some(error.kind())));
         }
         Err(help) => help.exit(),
     };
