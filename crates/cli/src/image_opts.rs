@@ -105,13 +105,6 @@ impl ImageOptsArgs {
                 image.display()
             );
         }
-        if named.is_compressed {
-            bail!(
-                "{}: what clients write is not compressed: leave the driver compress out, and convert -c the image \
-                 afterwards",
-                image.display()
-            );
-        }
         Ok(named)
     }
 

@@ -135,6 +135,9 @@ pub struct DiskConfig {
     /// Whether the image is opened for reading only and without a lock, until it is made active.
     #[serde(skip)]
     pub is_inactive: bool,
+    /// Whether writes of whole clusters are stored in compressed form, where that saves space.
+    #[serde(skip)]
+    pub compress: bool,
     /// The part of the file that the disk consists of.
     #[serde(skip)]
     pub part: Option<FilePart>,

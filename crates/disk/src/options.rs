@@ -146,6 +146,8 @@ pub struct Options {
     pub discard: Discard,
     /// Whether writes of zeros become zero writes.
     pub detect_zeroes: DetectZeroes,
+    /// Whether writes of whole clusters are stored in compressed form, where that saves space.
+    pub compress: bool,
     /// Whether data that is read from the backing file is copied into the image, if the image may
     /// be changed.
     pub copy_on_read: bool,
@@ -169,6 +171,7 @@ impl Default for Options {
             flush: FlushPolicy::Honor,
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            compress: false,
             copy_on_read: false,
             bitmap_activity: BitmapActivity::default(),
             block_sizes: BlockSizes::OF_IMAGE,

@@ -116,6 +116,9 @@ pub struct Arguments {
     /// The part of the file that the image's options (--image-opts) and -o select.
     #[arg(skip)]
     part: Option<FilePart>,
+    /// Whether the image's options have the driver `compress`.
+    #[arg(skip)]
+    compress: bool,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or
     /// nbds+unix://. May be repeated. Left out, a Unix socket named after the image, in a
     /// folder of this user.
@@ -423,6 +426,7 @@ impl Arguments {
             *image = named.path;
             self.format = named.format;
             self.part = named.part;
+            self.compress = named.is_compressed;
             self.data_file = named.data_file.map(absolute_unless_address);
             if are_several && self.data_file.is_some() {
                 refuse("data-file.* is of one image: serve that one alone");
@@ -711,6 +715,7 @@ impl Arguments {
             limits,
             exports: Vec::new(),
             is_inactive: false,
+            compress: self.compress,
             part: self.part,
         }
     }

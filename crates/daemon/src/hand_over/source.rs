@@ -510,9 +510,9 @@ fn disk_record<'a>(
             running.name()
         );
     }
-    if running.setup.part.is_some() {
+    if running.setup.part.is_some() || running.setup.compress {
         bail!(
-            "the disk {:?} is a part of a file, and cannot be handed over; close it first",
+            "the disk {:?} is a part of a file, or compresses writes, and cannot be handed over; close it first",
             running.name()
         );
     }

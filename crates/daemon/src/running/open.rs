@@ -82,6 +82,7 @@ pub(crate) fn image_options(
         cache: disk.cache,
         discard: disk.discard,
         detect_zeroes: disk.detect_zeroes,
+        compress: disk.compress,
         copy_on_read: disk.copy_on_read,
         block_sizes: disk.block_sizes().map_err(anyhow::Error::msg)?,
         on_full: disk.on_full().map_err(anyhow::Error::msg)?,
@@ -150,6 +151,10 @@ pub(crate) async fn open_disk_with(
         if let Some(truncation) = layer.features.and_then(|qcow2| qcow2.truncation) {
             tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name);
         }
+    }
+    if setup.compress && disk.image().compression().is_none() {
+        let format = disk.image().image_format_name();
+        bail!("{}: Compression is not supported for underlying format: {format}", disk.name());
     }
     for bitmap in &setup.bitmaps {
         // Fails if the bitmap is missing or inconsistent.

@@ -304,8 +304,42 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
                 return rare(self.write_zeroes(range, how, sync)).await;
             }
         }
+        if self.image().options.compress {
+            return rare(self.write_clusters(range, from, sync)).await;
+        }
         let claim = self.begin_claim(range).await;
         self.image().writer().write(range, from, sync, &claim).await
+    }
+
+    /// Writes cluster by cluster: whole clusters in compressed form where that saves space, on the
+    /// thread that polls, and all else plainly.
+    async fn write_clusters(
+        self,
+        range: ByteRange,
+        mut from: IoVector,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
+        let image = self.image();
+        let size = image.cluster_size().unwrap_or(range.length());
+        let mut start = range.offset();
+        while start < range.end() {
+            let end = range.end().min((start / size + 1) * size);
+            let part = ByteRange::between(start, end);
+            let rest = from.split_off(part.length() as usize);
+            let mut result = CompressResult::Incompressible;
+            if check_one_cluster(image, part).is_ok() {
+                let mut bytes = vec![0; part.length() as usize];
+                from.copy_to(&mut bytes);
+                from.check_intact()?;
+                result = image.writer().write_compressed(part, size, &bytes, sync).await?;
+            }
+            if result == CompressResult::Incompressible {
+                let claim = self.begin_claim(part).await;
+                image.writer().write(part, from, sync, &claim).await?;
+            }
+            (start, from) = (end, rest);
+        }
+        Ok(())
     }
 
     /// The options of the zero write that replaces a write of zeros; `None` if zeros are not

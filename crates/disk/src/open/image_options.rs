@@ -146,6 +146,8 @@ pub struct ImageOptions {
     pub discard: Discard,
     /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroes,
+    /// Whether writes of whole clusters are stored in compressed form, where that saves space.
+    pub compress: bool,
     /// Whether data read from the backing file is copied into the image, if the image may be
     /// changed.
     pub copy_on_read: bool,
@@ -305,6 +307,7 @@ impl ImageOptions {
             flush: self.cache.flush(),
             discard: self.discard,
             detect_zeroes: self.detect_zeroes,
+            compress: self.compress,
             copy_on_read: self.copy_on_read,
             bitmap_activity: BitmapActivity::default(),
             block_sizes: self.block_sizes,
@@ -332,6 +335,7 @@ impl Default for ImageOptions {
             cache: CacheMode::None,
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            compress: false,
             copy_on_read: false,
             block_sizes: BlockSizes::OF_IMAGE,
             on_full: OnFull::Report,

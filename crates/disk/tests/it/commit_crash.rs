@@ -30,6 +30,7 @@ const READ_ONLY: Options = Options {
     block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
     on_full: blockhouse_disk::OnFull::Report,
     is_inactive: false,
+    compress: false,
 };
 
 async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {

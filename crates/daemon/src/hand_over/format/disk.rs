@@ -226,8 +226,10 @@ impl Opened {
             limits,
             // An offer lists exports beside the disks.
             exports: _,
-            // Inactive disks and those that are parts of files are not handed over.
+            // Inactive disks, those that are parts of files, and those that compress are not handed
+            // over.
             is_inactive: _,
+            compress: _,
             part: _,
         } = disk;
         Ok(Self {

@@ -69,6 +69,7 @@ const READ_ONLY: Options = Options {
     block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
     on_full: blockhouse_disk::OnFull::Report,
     is_inactive: false,
+    compress: false,
 };
 
 fn switch(is_on: bool) -> Switch {
