@@ -149,8 +149,8 @@ fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
     }
 }
 
-/// Refuses a writable export of a read-only disk or node. An inactive disk becomes active, unless the
-/// export allows it to stay inactive.
+/// Refuses a writable export of a read-only disk or node. An inactive disk becomes active, unless
+/// the export allows it to stay inactive.
 async fn check_access(
     context: &Context,
     (disk, node): (&str, &str),
