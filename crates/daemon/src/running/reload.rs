@@ -265,7 +265,7 @@ async fn close_changed(
 
 /// The reason why a disk with these exports cannot be opened as it was: it was forked, mirrored or
 /// handed over, so the image that the file had named is not the disk's image any longer; or clients
-/// may request bitmaps of another disk, which may have changed since they were copied.
+/// may request bitmaps that the disk was not opened with.
 fn reason_to_stay(open: &RunningDisk, exports: &[RunningExport]) -> Option<anyhow::Error> {
     let moved = open.moved().map(|moved| moved.path.display().to_string());
     if let Some(place) = moved.or_else(|| open.disk.retired_to().map(ToOwned::to_owned)) {
@@ -273,9 +273,9 @@ fn reason_to_stay(open: &RunningDisk, exports: &[RunningExport]) -> Option<anyho
             "the disk goes on in {place}: name that image in the file, with the same options, or close the disk first"
         ));
     }
-    let export = exports.iter().find(|export| export.has_copied_bitmaps)?;
+    let export = exports.iter().find(|export| !export.added_bitmaps.is_empty())?;
     Some(anyhow!(
-        "{} offers bitmaps of another disk, and the disk cannot be opened again with them: remove the export first ('blockhouse ctl SOCKET unexport')",
+        "{} offers bitmaps that its disk was not opened with, and the disk cannot be opened again with them: remove the export first ('blockhouse ctl SOCKET unexport')",
         export.address
     ))
 }

@@ -51,8 +51,8 @@ struct Broken {
 }
 
 impl Broken {
-    /// A new storage with this content.
-    fn new(sim: &Sim, random: &mut Rng, policy: Policy, content: Vec<u8>) -> SimDisk {
+    /// A new disk with this content.
+    fn disk(sim: &Sim, random: &mut Rng, policy: Policy, content: Vec<u8>) -> SimDisk {
         let config = Config { write_cache: WriteCache::Volatile, ..Config::random(random) };
         let disk = SimDisk::new(sim, config, content);
         let (held, writes) = (Mutex::default(), AtomicU64::new(0));
@@ -120,9 +120,9 @@ async fn freeze_one(
     policy: Policy,
     timer: Option<CopyTimer>,
 ) -> (Arc<Disk<SimDisk>>, Rc<FrozenDisk<SimDisk>>) {
-    let source = Broken::new(sim, random, Policy::Right, content());
+    let source = Broken::disk(sim, random, Policy::Right, content());
     let source = Arc::new(Disk::raw(source, Options::default()).expect("a disk"));
-    let scratch = Broken::new(sim, random, policy, vec![0; SIZE as usize]);
+    let scratch = Broken::disk(sim, random, policy, vec![0; SIZE as usize]);
     let scratch = Disk::raw(scratch, Options::default()).expect("a scratch disk");
     let (scratch_limit, max_index_bytes) = (u64::MAX, 1 << 20);
     let options = FreezeOptions { scratch_limit, memory: MEMORY, max_index_bytes, timer };
