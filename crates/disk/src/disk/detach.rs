@@ -190,8 +190,8 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` if the image
     /// has snapshots; `Io` if changes in flight take too long; storage errors. The image then still
-    /// names its backing file or, if the header write failed and all later changes fail, perhaps
-    /// not: it reads the same in both cases.
+    /// names its backing file or, if the header write failed and could not be undone, perhaps not:
+    /// it reads the same in both cases.
     pub async fn detach_backing(self, base: Option<&FurtherBase>) -> Result<()> {
         {
             let _guard = self.disk.quiesce().await?;

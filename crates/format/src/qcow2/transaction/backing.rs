@@ -32,8 +32,8 @@ impl<S: Storage> Qcow2Header<'_, S> {
     ///
     /// # Errors
     /// `InvalidInput` for a name that is empty, too long, or too long for the header, and for any
-    /// name if the data file is the raw disk; `ReadOnly`; storage errors. After an error the image
-    /// has the old name. If that could not be made sure, all later changes fail.
+    /// name if the data file is the raw disk; `ReadOnly`; storage errors. If a header write
+    /// fails, the old name is written again; if that fails, too, the image has one of the two.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         rare(change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions)).await
     }
@@ -90,7 +90,9 @@ async fn change_backing<S: Storage>(
         metadata.sync(SyncMode::Data).await?;
     }
     if let Err(error) = write_names(metadata, new.length, &after).await {
-        restore_names(metadata, new.length, &bytes, &error).await;
+        // It is unknown which name is on disk, so the old one is written again. If that fails, too
+        // (a full host), guests go on: a detached backing file has nothing that they need.
+        let _ = write_names(metadata, new.length, &bytes).await;
         return Err(error);
     }
     let mut state = metadata.lock();
@@ -102,7 +104,7 @@ async fn change_backing<S: Storage>(
 /// Durably writes the names in `sector`, a header's first sector: the fields of the backing file's
 /// name, and all after the fields, which have `length` bytes. Other fields stay as they are: a
 /// writeback may change them at the same time.
-async fn write_names<S: Storage>(
+pub(super) async fn write_names<S: Storage>(
     metadata: &Metadata<S>,
     length: usize,
     sector: &[u8],
@@ -113,19 +115,6 @@ async fn write_names<S: Storage>(
     };
     metadata.writer().write_header(patch).await?;
     metadata.sync(SyncMode::Data).await
-}
-
-/// Writes the old names again after the write of new names has failed with `error`: it is unknown
-/// which are on disk. If that fails, too, all later changes fail.
-pub(super) async fn restore_names<S: Storage>(
-    metadata: &Metadata<S>,
-    length: usize,
-    sector: &[u8],
-    error: &Error,
-) {
-    if write_names(metadata, length, sector).await.is_err() {
-        metadata.writer().fail(error);
-    }
 }
 
 /// Durably moves the name of the backing file out of the first sector to make space for extensions,

@@ -10,7 +10,7 @@ use crate::qcow2::layout::limits::MAX_FILE_NAME;
 use crate::qcow2::layout::options::DataFile;
 use crate::qcow2::layout::table_io;
 
-use super::backing::{free_first_sector, restore_names};
+use super::backing::{free_first_sector, write_names};
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Gives the data file another name, durably, by one write of the header: after a crash the
@@ -51,7 +51,9 @@ impl<S: Storage> Qcow2Header<'_, S> {
         let change = |header: &mut Header| header.extensions.clone_from(&new.extensions);
         metadata.autoclear().begin_changes_beside_guest_data().await?;
         if let Err(error) = metadata.rewrite_header(change).await {
-            restore_names(metadata, old.length, &sector, &error).await;
+            // It is unknown which name is on disk, so the old one is written again.
+            let restored = write_names(metadata, old.length, &sector).await;
+            let _ = restored.inspect_err(|_| metadata.writer().fail(&error));
             metadata.lock().tables.headers.set_names(&old);
             return Err(error);
         }
