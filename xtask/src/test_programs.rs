@@ -101,7 +101,9 @@ pub fn run(
     }
     let longest = programs.partition_point(|program| LONGEST.contains(&&*program.package));
     work.splice(longest..longest, others);
-    workers::side_by_side(&work, |work| work())?;
+    // The black-box tests, which are the first, need half a processor.
+    let threads = 1 + std::thread::available_parallelism()?.get();
+    workers::in_threads(threads, &work, |work| work())?;
     drop(work);
     let failed = failed.into_inner().expect("no panic");
     ensure!(failed.len() <= MAX_REPEATED, "{} black-box tests failed", failed.len());

@@ -149,7 +149,10 @@ fn a_reload_does_not_drop_bitmaps_of_another_disk() {
     write(&config, &[table, marked, after]);
     let done = control.get("server.reload", json!({}));
     let failed = done["failed"][0].as_str().unwrap_or_default();
-    assert!(failed.contains("copies") && failed.contains("bitmaps that its disk was not opened with"), "{done}");
+    assert!(
+        failed.contains("copies") && failed.contains("bitmaps that its disk was not opened with"),
+        "{done}"
+    );
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     client.disconnect();
     control.get("export.remove", json!({ "export": export }));
