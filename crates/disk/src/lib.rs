@@ -84,7 +84,7 @@ pub use dirty_map::DirtyMap;
 pub use disk::{
     Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, FlushedAhead,
     FurtherBase, Hold, HoldChange, HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk,
-    ReplacedImage, flush_ahead, is_inactive,
+    ReplacedImage, flush_ahead, is_inactive, preferred_block_size,
 };
 pub use image::{Image, LayerInfo, takes_kernel_pages};
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};

@@ -153,8 +153,12 @@ impl Pace {
         let time = load.time.saturating_sub(self.before.time);
         let length = now.saturating_sub(self.began);
         self.end = now + WINDOW;
-        // Each request that has ended may be one of those that were in flight at the beginning.
-        let long = self.before.in_flight.saturating_sub(requests);
+        // Each request that has ended may be one of those that were in flight at the beginning. The
+        // times of enough requests are significant, however many others wait.
+        let long = match requests < MIN_REQUESTS {
+            true => self.before.in_flight.saturating_sub(requests),
+            false => 0,
+        };
         // A new job does not wait long for requests.
         let is_unused = requests + long == 0 && self.undisturbed.is_none();
         if requests < MIN_REQUESTS && length < MAX_WINDOW && !is_unused {
@@ -291,6 +295,25 @@ mod tests {
             }
             assert!(most <= 2 * (MAX_WINDOW.as_millis() / WINDOW.as_millis()), "{most} rests");
         }
+    }
+
+    /// A guest with 64 requests in flight, each of which takes two windows whatever is copied.
+    #[test]
+    fn requests_that_wait_in_a_deep_queue_limit_no_job_that_does_not_disturb_them() {
+        let (mut now, mut load) = (Duration::ZERO, ExportLoad::default());
+        let mut pace = Pace::new(now, load);
+        let mut rate = 0;
+        for _ in 0..200 {
+            if let Allowance::Rate(allowed) = pace.allowance(now, || load) {
+                rate = allowed;
+                pace.count((allowed as f64 * WINDOW.as_secs_f64()) as u64);
+            }
+            load.in_flight = 64;
+            load.requests += 32;
+            load.time += 64 * WINDOW;
+            now += WINDOW;
+        }
+        assert!(rate as f64 > 8.0 * FIRST_RATE, "{rate}");
     }
 
     #[test]

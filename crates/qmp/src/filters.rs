@@ -45,7 +45,9 @@ pub(super) async fn add(
             given.end()?;
             // Checks the group before anything is opened.
             limits()?;
+            let is_read_only = asked.is_read_only;
             let mut asked = Asked::take(&mut file)?;
+            asked.is_read_only |= is_read_only;
             if is_filter(context, &asked, &file) {
                 let why = "A filter is not possible below another one here";
                 return Err(QmpError::generic(why));

@@ -170,7 +170,7 @@ impl Asked {
     /// the disk becomes read-only.
     pub(super) fn check_same(&self, name: &str, opened: &Value) -> Result<bool, QmpError> {
         let asked = self.params(name, "", Some(self));
-        let keys = ["discard", "detect-zeroes", "without-backing", "inactive"];
+        let keys = ["discard", "detect-zeroes", "without-backing", "inactive", "part"];
         let is_file = FILES.contains(&self.driver);
         let has_other_cache = self.cache.is_some() && asked["cache"] != opened["cache"];
         let has_other_format = !is_file && asked["format"] != opened["format"];
@@ -185,6 +185,17 @@ impl Asked {
                 "Cannot change the option '{key}' of '{name}' here: only 'read-only' is changed"
             ))),
         }
+    }
+
+    /// Takes the part of the file that a `raw` node consists of.
+    pub(super) fn take_part(&mut self, given: &mut Arguments) -> Result<(), QmpError> {
+        if self.is_raw() {
+            let (offset, size) = (given.some_unsigned("offset")?, given.some_unsigned("size")?);
+            if offset.is_some() || size.is_some() {
+                self.part = json!({ "offset": offset.unwrap_or(0), "size": size });
+            }
+        }
+        Ok(())
     }
 
     /// The parameters of [`Context::open`]. A node without a cache mode of its own gets the cache
@@ -451,12 +462,7 @@ async fn open_format(
         take_without_effect(&mut given)?;
     }
     let mut asked = Asked { data_file: take_data_file(context, &mut given, &asked)?, ..asked };
-    if asked.is_raw() {
-        let (offset, size) = (given.some_unsigned("offset")?, given.some_unsigned("size")?);
-        if offset.is_some() || size.is_some() {
-            asked.part = json!({ "offset": offset.unwrap_or(0), "size": size });
-        }
-    }
+    asked.take_part(&mut given)?;
     let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;

@@ -19,7 +19,7 @@ pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Retur
     let mut changes = Vec::new();
     for (index, options) in options.into_iter().enumerate() {
         let mut options = Arguments::element("options", index, options)?;
-        let asked = Asked::take(&mut options)?;
+        let mut asked = Asked::take(&mut options)?;
         let Some(name) = asked.name.clone() else {
             return Err(QmpError::generic("node-name not specified"));
         };
@@ -42,6 +42,7 @@ pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Retur
             let why = format!("Node '{name}' was not added by QMP, and is not reopened");
             return Err(QmpError::generic(why));
         };
+        asked.take_part(&mut options)?;
         let is_read_only = asked.check_same(&name, &opened)?;
         if is_read_only {
             check_exports(context, &name, &disk)?;

@@ -41,13 +41,12 @@ impl Victim {
     }
 
     /// Makes changes that are acknowledged and not flushed, and kills the server.
-    fn kill(&self, mut server: Server) {
+    fn kill(&self, server: Server) {
         let mut client = Client::open(&server.address());
         assert_eq!(client.write(ZEROED, &[9; 65536], 0), 0);
         assert_eq!(client.flush(), 0);
         self.change(&server.address());
-        server.signal(Signal::KILL);
-        server.wait(Duration::from_secs(20));
+        kill_idle(server);
     }
 
     /// Makes changes that are acknowledged and not flushed.
@@ -337,12 +336,26 @@ fn commands_refuse_an_image_whose_last_server_kept_its_state_elsewhere() {
 #[test]
 fn commands_read_an_image_whose_next_server_died_before_its_first_change() {
     let victim = killed_with_usual_state();
-    let mut next = Serve::new(&victim.scratch, &victim.image).start();
-    next.signal(Signal::KILL);
-    next.wait(Duration::from_secs(20));
+    kill_idle(Serve::new(&victim.scratch, &victim.image).start());
     let copy = victim.scratch.path("copy.qcow2");
     let copied = command(&["convert", str(&victim.image), str(&copy)]).success();
     assert_eq!(copied.stderr, "");
+}
+
+#[test]
+fn commands_refuse_an_image_whose_next_server_kept_its_state_elsewhere_and_changed_nothing() {
+    let victim = killed_with_usual_state();
+    kill_idle(victim.serve().start());
+    let copy = victim.scratch.path("copy.qcow2");
+    let state = victim.state.path().join("state");
+    let words = ["convert", str(&victim.image), str(&copy), "--state", str(&state)];
+    command(&words).failure("what was answered last would be lost");
+    assert!(!copy.exists());
+}
+
+fn kill_idle(mut server: Server) {
+    server.signal(Signal::KILL);
+    server.wait(Duration::from_secs(20));
 }
 
 #[test]

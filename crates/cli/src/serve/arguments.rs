@@ -465,7 +465,8 @@ impl Arguments {
         if let Some(wanted) = self.habits.load_snapshot.take() {
             let [image] = &self.images[..] else { refuse("-l is of one image: serve that alone") };
             let options = read_only(self.format, StateUse::Off).for_purpose(Purpose::Image);
-            let options = ImageOptions { locking: Locking::None, ..options };
+            let (part, data_file) = (self.part, self.data_file.clone());
+            let options = ImageOptions { locking: Locking::None, part, data_file, ..options };
             let found = find_name(image, options, &wanted);
             self.snapshot = Some(EventLoop::new(EngineChoice::Auto)?.block_on(found)?);
         }

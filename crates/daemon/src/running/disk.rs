@@ -89,10 +89,14 @@ impl RunningDisk {
         self.setup.bitmaps.iter().any(|offered| offered == name)
     }
 
-    /// The bitmaps, requested for an export, that the disk was not opened with.
+    /// The bitmaps, requested for an export, that the disk was not opened with: copies, which have
+    /// any names, and own ones.
     pub(super) fn added_bitmaps(&self) -> Vec<String> {
-        let names = self.bitmaps.iter().map(ExportBitmap::name);
-        names.filter(|name| !self.offers_bitmap(name)).map(str::to_owned).collect()
+        let is_added = |bitmap: &&ExportBitmap| match bitmap {
+            ExportBitmap::Fixed { .. } => true,
+            ExportBitmap::OfDisk(name) | ExportBitmap::OfChain(name) => !self.offers_bitmap(name),
+        };
+        self.bitmaps.iter().filter(is_added).map(|bitmap| bitmap.name().to_owned()).collect()
     }
 
     /// The limits that apply.

@@ -152,7 +152,11 @@ pub(crate) async fn open_disk_with(
             tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name);
         }
     }
-    if setup.compress && disk.image().compression().is_none() {
+    let is_compressible = || {
+        let image = disk.image();
+        image.compression().is_some() && image.data_file().is_none()
+    };
+    if setup.compress && !is_compressible() {
         let format = disk.image().image_format_name();
         bail!("{}: Compression is not supported for underlying format: {format}", disk.name());
     }

@@ -19,12 +19,11 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Bytes of the block that is best written as a whole, at least a sector: as the option says,
-    /// or else the cluster of a disk that compresses, or the unit of the storage's alignment.
+    /// or else the unit of the storage's alignment.
     pub fn physical_block_size(&self) -> u64 {
         let options = &self.images.first().options;
         let of_storage = || u64::from(self.image().alignment().offset);
-        let cluster = || self.image().cluster_size().filter(|_| options.compress);
-        let size = options.block_sizes.physical().or_else(cluster).unwrap_or_else(of_storage);
+        let size = options.block_sizes.physical().unwrap_or_else(of_storage);
         size.max(self.logical_block_size())
     }
 
@@ -38,4 +37,12 @@ impl<S: Storage> Disk<S> {
         let size = self.images.first().options.block_sizes.discard().unwrap_or_else(of_image);
         size.max(self.logical_block_size())
     }
+}
+
+/// Bytes of the block that is best for requests: a physical block, or the cluster of a disk that
+/// compresses.
+pub fn preferred_block_size<S: Storage>(disk: &Disk<S>) -> u64 {
+    let is_compressed = disk.images.first().options.compress;
+    let cluster = disk.image().cluster_size().filter(|_| is_compressed);
+    disk.physical_block_size().max(cluster.unwrap_or(0))
 }

@@ -59,6 +59,7 @@ use crate::read_probe::ReadProbes;
 use crate::throttle::Throttle;
 use crate::transient_bitmaps::SharedBitmaps;
 pub use access::is_inactive;
+pub use block_sizes::preferred_block_size;
 pub use detach::{FurtherBase, PopulatingGuard};
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};

@@ -66,9 +66,12 @@ impl<'a, S: Storage> DiskStats<'a, S> {
     }
 
     /// How many reads and writes of the disk's exports have ended, how long they took, and how many
-    /// are in flight. Cheaper than [`metrics`](Self::metrics).
+    /// are in flight, without those that wait for their limits or for space. Cheaper than
+    /// [`metrics`](Self::metrics).
     pub fn export_load(self) -> ExportLoad {
-        self.disk.request_stats().export_load()
+        let load = self.disk.request_stats().export_load();
+        let waiting = self.disk.hold().count() + self.throttle().waiting;
+        ExportLoad { in_flight: load.in_flight.saturating_sub(waiting), ..load }
     }
 
     /// Hits and misses of look-ups of metadata; `None` if the format has no such counts.

@@ -278,7 +278,12 @@ impl Writer {
     async fn keep(self, disk: StoredImage, failures: [Option<i32>; 2]) -> Result<StoredImage> {
         let vouched = self.found.as_ref().map_or(0, |found| found.page().last_data_write());
         let vouched = Duration::from_nanos(vouched);
-        match make_state(&disk, &self.dir, &self.owner, LogSession::New, failures, vouched).await {
+        // Another server may have kept the state of the last session elsewhere.
+        let is_complete = self.found.as_ref().is_some_and(|found| {
+            disk.format().redo().is_some_and(|redo| !redo.is_outdated(&*found.log()))
+        });
+        let session = if is_complete { LogSession::OfComplete } else { LogSession::New };
+        match make_state(&disk, &self.dir, &self.owner, session, failures, vouched).await {
             Ok(()) => {}
             Err(error) if !matches!(self.uses, StateUse::Keep(_)) => {
                 // The old log is replayed, but not emptied. It is removed, because a second replay

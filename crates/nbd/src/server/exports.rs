@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
-use blockhouse_disk::{Access, Disk, is_inactive};
+use blockhouse_disk::{Access, Disk, is_inactive, preferred_block_size};
 use parking_lot::RwLock;
 
 use crate::bitmap::ExportBitmap;
@@ -309,7 +309,7 @@ impl<S: Storage> Exports<S> {
         let sector = disk.logical_block_size();
         let has_sectors = sector > 512 && disk.size().is_multiple_of(sector);
         let preferred =
-            disk.physical_block_size().clamp(BLOCK_ALIGNMENT as u64, MAX_PAYLOAD.into());
+            preferred_block_size(disk).clamp(BLOCK_ALIGNMENT as u64, MAX_PAYLOAD.into());
         ExportInfo {
             name: export.name.clone(),
             description: export.description.clone(),

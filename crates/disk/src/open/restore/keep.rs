@@ -31,6 +31,8 @@ pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Dat
 pub(crate) enum LogSession {
     /// A new session.
     New,
+    /// A new session, of an image that has all changes of the session before.
+    OfComplete,
     /// The session of the process that has handed the image over.
     GoesOn,
 }
@@ -91,6 +93,12 @@ pub(crate) async fn make_state(
     if state.log().words() > 0 {
         match session {
             LogSession::New => disk.attach_redo_log(state.log()),
+            LogSession::OfComplete => {
+                disk.format()
+                    .redo()
+                    .into_iter()
+                    .for_each(|redo| redo.attach_to_complete(state.log()));
+            }
             LogSession::GoesOn => {
                 disk.format().redo().into_iter().for_each(|redo| redo.take_over(state.log()));
             }

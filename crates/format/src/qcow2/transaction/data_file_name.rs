@@ -51,10 +51,11 @@ impl<S: Storage> Qcow2Header<'_, S> {
         let change = |header: &mut Header| header.extensions.clone_from(&new.extensions);
         metadata.autoclear().begin_changes_beside_guest_data().await?;
         if let Err(error) = metadata.rewrite_header(change).await {
-            // It is unknown which name is on disk, so the old one is written again.
+            // It is unknown which name is on disk, so the old one is written again. In memory it is
+            // set first, because other writes of the header repeat extensions that are not durable.
+            metadata.lock().tables.headers.set_names(&old);
             let restored = write_names(metadata, old.length, &sector).await;
             let _ = restored.inspect_err(|_| metadata.writer().fail(&error));
-            metadata.lock().tables.headers.set_names(&old);
             return Err(error);
         }
         metadata.lock().tables.headers.set_names(&new);

@@ -111,8 +111,18 @@ impl<S: Storage> ImageRedo<'_, S> {
     /// If this process is killed, the next process can [`replay`](Self::replay) the log. The caller
     /// must call this method before any change.
     pub fn attach(&self, log: Arc<dyn StateMemory>) {
+        self.attach_after(log, 0);
+    }
+
+    /// As [`attach`](Self::attach), to an image that has all changes of the session whose bits it
+    /// has. If this process changes nothing, the log is [not outdated](Self::is_outdated).
+    pub fn attach_to_complete(&self, log: Arc<dyn StateMemory>) {
+        self.attach_after(log, self.session_bits());
+    }
+
+    fn attach_after(&self, log: Arc<dyn StateMemory>, earlier: u64) {
         let Qcow2 { metadata, .. } = self.image;
-        let log = RedoLog::new(log, metadata.geometry(), self.session_bits());
+        let log = RedoLog::new(log, metadata.geometry(), earlier);
         metadata.autoclear().attach_redo_log(log);
     }
 

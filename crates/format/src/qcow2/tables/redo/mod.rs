@@ -51,7 +51,8 @@ const MAX_RECORDS_PER_CHANGE: u64 = 3;
 const MAGIC: u64 = 0x4248_5265_646f_0002;
 
 /// The words before the records: the magic number, the geometry of the image, head and tail, the
-/// autoclear bits that the image has from the first change on, and those that it had before.
+/// autoclear bits that the image has from the first change on, and those that it had before if it
+/// lacks no change of an earlier session.
 const MAGIC_WORD: usize = 0;
 const GEOMETRY_WORD: usize = 1;
 const HEAD_WORD: usize = 2;
@@ -83,8 +84,9 @@ pub(crate) struct RedoLog {
 }
 
 impl RedoLog {
-    /// An empty log of a new session in `memory`. The old content of `memory` is ignored. The
-    /// session bits of the image are those of an `earlier` session until the first change.
+    /// An empty log of a new session in `memory`. The old content of `memory` is ignored. `earlier`
+    /// are the session bits that the image has until the first change, if they are those of a
+    /// session whose changes it has; otherwise 0.
     pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry, earlier: u64) -> Self {
         // Images of version 2 have no autoclear bits.
         let session = if geometry.version >= 3 { new_session() } else { 0 };
@@ -236,7 +238,8 @@ impl RedoLog {
         memory.load(SESSION_WORD) & SESSION_BITS
     }
 
-    /// The autoclear bits of an image that a process with this log has opened and not changed.
+    /// The autoclear bits of an image that a process with this log has opened and not changed, and
+    /// that has all changes of earlier sessions; 0 if it may lack some.
     pub(crate) fn earlier_session_in(memory: &dyn StateMemory) -> u64 {
         memory.load(EARLIER_SESSION_WORD) & SESSION_BITS
     }
