@@ -459,7 +459,7 @@ fn a_snapshot_that_is_not_there_is_no_reason_for_a_copy() {
     }
 }
 
-/// QEMU too copies zeros for all that a lost server had; such a copy is none.
+/// QEMU copies zeros for all that a lost server had.
 #[test]
 fn a_bad_sector_becomes_zeros_and_a_lost_server_is_an_error() {
     require!(need::tools(&["nbdkit"]));

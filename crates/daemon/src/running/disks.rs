@@ -270,9 +270,9 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, with these options. `bitmaps` names the
-    /// bitmaps that clients may request: of the disk, of the original of a disk frozen by a
-    /// backup, or of another one. Returns the address, with the real port if port 0 was requested.
+    /// Serves a disk at an address, with these options. `bitmaps` names the bitmaps that clients
+    /// may request: of the disk, of the original of a disk frozen by a backup, or of another disk.
+    /// Returns the address, with the real port if port 0 was requested.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be bound.

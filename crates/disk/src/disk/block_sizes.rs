@@ -21,9 +21,8 @@ impl<S: Storage> Disk<S> {
     /// Bytes of the block that is best written as a whole, at least a sector: as the option says,
     /// or else the unit of the storage's alignment.
     pub fn physical_block_size(&self) -> u64 {
-        let options = &self.images.first().options;
         let of_storage = || u64::from(self.image().alignment().offset);
-        let size = options.block_sizes.physical().unwrap_or_else(of_storage);
+        let size = self.images.first().options.block_sizes.physical().unwrap_or_else(of_storage);
         size.max(self.logical_block_size())
     }
 

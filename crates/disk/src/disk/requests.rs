@@ -311,8 +311,8 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         self.image().writer().write(range, from, sync, &claim).await
     }
 
-    /// Writes cluster by cluster: whole clusters in compressed form where that saves space, on the
-    /// thread that polls, and all else plainly.
+    /// Writes cluster by cluster: whole clusters in compressed form where that saves space, and
+    /// other parts as they are. The thread that polls compresses.
     async fn write_clusters(
         self,
         range: ByteRange,

@@ -163,7 +163,7 @@ impl Restore {
     pub(super) fn finish_backing(&self, disk: &StoredImage, above: Access) -> Result<()> {
         let Self::Reader(uses) = self else { return Ok(()) };
         if above == Access::ReadWrite {
-            if refuse_pending(disk, uses.directory())? && !matches!(uses, StateUse::Off) {
+            if refuse_pending(disk, uses)? {
                 warn_of_lost_session(disk, uses);
             }
             return Ok(());

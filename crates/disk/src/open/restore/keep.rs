@@ -90,18 +90,13 @@ pub(crate) async fn make_state(
     {
         tracing::info!("{}: {MAY_NOT_BE_FOUND}", disk.name());
     }
-    if state.log().words() > 0 {
+    if state.log().words() > 0
+        && let Some(redo) = disk.format().redo()
+    {
         match session {
-            LogSession::New => disk.attach_redo_log(state.log()),
-            LogSession::OfComplete => {
-                disk.format()
-                    .redo()
-                    .into_iter()
-                    .for_each(|redo| redo.attach_to_complete(state.log()));
-            }
-            LogSession::GoesOn => {
-                disk.format().redo().into_iter().for_each(|redo| redo.take_over(state.log()));
-            }
+            LogSession::New => redo.attach(state.log()),
+            LogSession::OfComplete => redo.attach_to_complete(state.log()),
+            LogSession::GoesOn => redo.take_over(state.log()),
         }
     }
     disk.keep_state(state);

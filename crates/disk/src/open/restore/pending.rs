@@ -21,7 +21,7 @@ pub struct PendingChanges {
     pub state_file: String,
 }
 
-/// What a state directory says of an image that is open for reading.
+/// The changes that an image, open for reading, lacks by its state file.
 enum LeftState {
     /// A server has the image open, or the server that left a state file left no changes.
     Complete,
@@ -58,6 +58,14 @@ impl LeftState {
         })
     }
 
+    /// As [`find`](Self::find), where `uses` looks; `Complete` if no state is used.
+    fn of(disk: &StoredImage, uses: &StateUse) -> Result<Self> {
+        match uses {
+            StateUse::Off => Ok(Self::Complete),
+            _ => Self::find(disk, uses.directory()),
+        }
+    }
+
     /// Warns of changes that are lost, and returns whether a server may have left state elsewhere.
     fn warn_of_lost(&self, disk: &StoredImage) -> bool {
         if let Self::Unknown(Some(PendingChanges { changes, process, state_file })) = self {
@@ -90,9 +98,7 @@ impl StoredImage {
     /// where `uses` looks. For a command that reports the [pending changes](Self::pending_changes)
     /// itself.
     pub fn warn_of_state_elsewhere(&self, uses: &StateUse) {
-        let left = LeftState::find(self, uses.directory());
-        let is_unknown = left.map_or(true, |left| matches!(left, LeftState::Unknown(_)));
-        if !matches!(uses, StateUse::Off) && is_unknown {
+        if matches!(LeftState::of(self, uses), Ok(LeftState::Unknown(_)) | Err(_)) {
             warn_of_lost_session(self, uses);
         }
     }
@@ -107,13 +113,13 @@ pub(crate) fn check_nothing_pending(disk: &StoredImage, uses: &StateUse) -> Resu
     match uses {
         StateUse::Off => {}
         StateUse::Look(_) => warn_of_pending(disk, uses),
-        StateUse::Replay(dir) => {
-            if refuse_pending(disk, dir.as_ref())? {
+        StateUse::Replay(_) => {
+            if refuse_pending(disk, uses)? {
                 refuse_lost_session(disk, uses)?;
             }
         }
-        StateUse::Keep(dir) | StateUse::TryKeep(dir) => {
-            if refuse_pending(disk, Some(dir))? {
+        StateUse::Keep(_) | StateUse::TryKeep(_) => {
+            if refuse_pending(disk, uses)? {
                 warn_of_lost_session(disk, uses);
             }
         }
@@ -123,13 +129,12 @@ pub(crate) fn check_nothing_pending(disk: &StoredImage, uses: &StateUse) -> Resu
 
 /// Warns of a read-only image that lacks answered changes of its server, or may lack them.
 fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
-    let dir = uses.directory();
-    match LeftState::find(disk, dir) {
+    match LeftState::of(disk, uses) {
         Ok(LeftState::Pending(PendingChanges { changes, process, state_file })) => tracing::warn!(
             "{}: {changes} changes are missing that process {process} had answered before it died: they are in \
              {state_file}, and come into the image when it is served or changed: {} does that as well",
             disk.name(),
-            repair_command(disk, dir)
+            repair_command(disk, uses.directory())
         ),
         Ok(left) => {
             if left.warn_of_lost(disk) {
@@ -147,8 +152,8 @@ fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
 ///
 /// # Errors
 /// `InvalidInput` with a hint, or the host's.
-pub(crate) fn refuse_pending(disk: &StoredImage, dir: Option<&StateDir>) -> Result<bool> {
-    let left = LeftState::find(disk, dir)?;
+pub(crate) fn refuse_pending(disk: &StoredImage, uses: &StateUse) -> Result<bool> {
+    let left = LeftState::of(disk, uses)?;
     let LeftState::Pending(PendingChanges { changes, process, state_file }) = left else {
         return Ok(left.warn_of_lost(disk));
     };
@@ -157,7 +162,7 @@ pub(crate) fn refuse_pending(disk: &StoredImage, dir: Option<&StateDir>) -> Resu
     );
     Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()).hint(format!(
         "bring them to it first: {}; --state off continues without them",
-        repair_command(disk, dir)
+        repair_command(disk, uses.directory())
     )))
 }
 

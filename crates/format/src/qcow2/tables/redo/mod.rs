@@ -90,23 +90,16 @@ impl RedoLog {
     pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry, earlier: u64) -> Self {
         // Images of version 2 have no autoclear bits.
         let session = if geometry.version >= 3 { new_session() } else { 0 };
-        Self::of_sessions(memory, geometry, session, earlier)
+        let log = Self::of_session(Arc::clone(&memory), geometry, session);
+        memory.store(EARLIER_SESSION_WORD, earlier);
+        log
     }
 
-    /// As [`new`](Self::new), of the `session` that the image has already.
+    /// As [`new`](Self::new), of the session with these autoclear bits.
     pub(crate) fn of_session(
         memory: Arc<dyn StateMemory>,
         geometry: Geometry,
         session: u64,
-    ) -> Self {
-        Self::of_sessions(memory, geometry, session, session)
-    }
-
-    fn of_sessions(
-        memory: Arc<dyn StateMemory>,
-        geometry: Geometry,
-        session: u64,
-        earlier: u64,
     ) -> Self {
         // Without the magic number, the log counts as empty while the other words change.
         memory.store(MAGIC_WORD, 0);
@@ -114,7 +107,7 @@ impl RedoLog {
         memory.store(TAIL_WORD, 0);
         memory.store(GEOMETRY_WORD, geometry_word(geometry));
         memory.store(SESSION_WORD, session);
-        memory.store(EARLIER_SESSION_WORD, earlier);
+        memory.store(EARLIER_SESSION_WORD, 0);
         memory.store(MAGIC_WORD, MAGIC);
         let reserved = least_reserved(&*memory);
         Self { memory: Some(memory), session, reserved, ..Self::default() }
