@@ -13,7 +13,8 @@ pub(crate) const MAX_IN_FLIGHT: usize = 16;
 /// from the page cache is made inside the system call, so a larger copy would block the loop too
 /// long.
 pub(crate) const MAX_PART: u64 = 4 << 20;
-/// The alignment of the cuts of longer requests, so that no cut divides a cluster of any format.
+/// The alignment of the cuts of longer requests: the largest cluster of qcow2, so that no cut
+/// divides a cluster.
 const CUT_ALIGNMENT: u64 = 2 << 20;
 
 /// The part of a request's memory that belongs to the next extent.

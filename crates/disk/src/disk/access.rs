@@ -3,8 +3,8 @@
 //! Guarantee: once a disk is read-only, no change is in flight, and all completed changes are
 //! durable. Until the disk is writable again, changes are refused, including changes that were
 //! submitted before and waited. Reads continue. The image stays open and locked. A disk that was
-//! [retired](super::QuiescedDisk::retire) stays read-only. A replacement of the disk's image does
-//! not make a read-only disk writable.
+//! [retired](super::QuiescedDisk::retire) stays read-only. A disk that was made read-only after its
+//! opening stays read-only when its image is replaced.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, rare};
 

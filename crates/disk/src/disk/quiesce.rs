@@ -69,8 +69,8 @@ impl Quiesce {
         }
     }
 
-    /// How often changes were held off so far. If the count is the same later, the whole image was
-    /// not changed in between.
+    /// How often changes were held off so far. If the count is the same later, no change of the
+    /// whole image has begun in between.
     pub(crate) fn count(&self) -> u64 {
         self.count.load(Ordering::SeqCst)
     }

@@ -27,8 +27,8 @@ impl DataEncryption {
         }
     }
 
-    /// The most iterations of PBKDF2 that trying a secret takes; `None` if a slot has another key
-    /// derivation.
+    /// The maximum number of PBKDF2 iterations of a key slot; `None` without LUKS, without the key
+    /// or without slots, or if a slot is unsupported or has another key derivation.
     pub(crate) fn iterations(&self) -> Option<u32> {
         match self {
             Self::Unlocked(cipher) => cipher.encryption.luks()?.header().iterations(),

@@ -4,8 +4,9 @@
 //! on, that leave all of the granule to their own backing files.
 //!
 //! Guarantees:
-//! - A found entry has the value that was last set for its granule. An entry may be lost at any
-//!   time; then the layers are looked up again.
+//! - A found entry has a value that was set for its granule: the last one, unless two threads set
+//!   entries of one word at the same time. An entry may be lost at any time; then the layers are
+//!   looked up again.
 //! - Memory: two bytes for each granule, allocated in chunks of 4 KiB when they are needed;
 //!   [`MAX_BYTES`] at most, however large the disk is.
 //! - No locks. Threads may get and set the same entries at the same time.
@@ -73,8 +74,8 @@ impl SkipTable {
             place.tag << TAG_SHIFT
         };
         let skips = skips.min(MAX_SKIPS) as u64 + 1;
-        // An entry that another thread stores in the same word between the load and this store is
-        // lost.
+        // If another thread stores the word between the load and this store, its entry is lost, and
+        // an older value of its granule may return.
         word.store(kept | skips << place.shift, Ordering::Relaxed);
     }
 

@@ -3,7 +3,8 @@
 //!
 //! Guarantees: all disks are cloned at the same moment, and the clones have every write that was
 //! answered before. The disks continue in their images. A clone that fails leaves no image and no
-//! snapshot. A kill may leave a snapshot `fork-NUMBER` and unused images.
+//! snapshot, unless the cluster fails their removal. A kill or a dropped future may leave a
+//! snapshot `fork-NUMBER` and unused images.
 
 use std::path::{Path, PathBuf};
 

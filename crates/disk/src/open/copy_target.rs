@@ -1,4 +1,4 @@
-//! The opened target of a copy: around the page cache where the host can do that.
+//! Opens the target of a copy, with direct I/O if the host supports it for the file.
 
 use std::path::Path;
 

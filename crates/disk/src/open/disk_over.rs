@@ -20,7 +20,8 @@ use crate::options::Access;
 /// Maximum time for a server to reply to a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 
-/// The options with the format that an export seems to have, if they request that.
+/// The options with the probed format of an export, if they request probing. The image may then
+/// name only allowed paths.
 ///
 /// # Errors
 /// Errors of the server.

@@ -22,8 +22,9 @@ pub enum IfExists {
 /// name durable.
 ///
 /// # Errors
-/// `to` exists and `if_exists` keeps it, or the host refuses; the error names the file. The file is
-/// still called `from` then, unless it has replaced another one.
+/// `to` exists and `if_exists` keeps it, or the host refuses; the error names the file. If only the
+/// sync fails, the file stays `to` after a rename with [`IfExists::Replace`], and is renamed back
+/// with [`IfExists::Fail`] if possible. After any other error the file is still called `from`.
 pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()> {
     rename_synced(from, to, if_exists, sync)
 }

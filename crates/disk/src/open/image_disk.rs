@@ -42,9 +42,9 @@ impl StoredImage {
         }
     }
 
-    /// Ends the time limit of opening, once the image is open, except for its backing files. From
+    /// Ends the time limit of opening for the image's own server, not for its backing files. From
     /// now on requests of guests and tools wait for its server without a limit. Commands that only
-    /// inspect the image keep the limit.
+    /// inspect the image (`is_look`) keep the limit.
     pub(super) fn end_opening(&self, is_look: bool) {
         if !is_look {
             self.format().storage().storage().set_answer_time(None);

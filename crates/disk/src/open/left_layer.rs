@@ -23,7 +23,8 @@ use crate::options::Access;
 /// files stay unchanged. The layer is open for reading with these options, and not locked yet.
 ///
 /// # Errors
-/// The host's error; if another program uses the layer, the error of opening it for writing.
+/// The host's error; if a program reads a layer that must be replayed, the error of opening it for
+/// writing. If a program writes to the layer, nothing is done, and the caller's lock fails.
 pub(super) async fn restore_layer(
     layer: &ImageStorage,
     path: &Path,

@@ -11,7 +11,7 @@ impl ImageDisk {
     /// Updates the disk's size if the image's file (or the image in Ceph) became longer; returns
     /// the new size, or `None` if the size is unchanged. The size of a qcow2 disk is in its header,
     /// and does not follow the size of the file; a longer device has more space for clusters. An
-    /// export of another server keeps its first size.
+    /// export of another server, and a raw disk with a side file, keep their size.
     ///
     /// # Errors
     /// Host errors, or `InvalidInput` if the file became shorter, because the missing part can be

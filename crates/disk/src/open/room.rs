@@ -53,7 +53,8 @@ impl ImageDisk {
         }
     }
 
-    /// As [`room_left`](Self::room_left), without waiting; `None` also if it would require I/O.
+    /// As [`room_left`](Self::room_left), but blocks if the file system of a file hangs. `None`
+    /// also for a qcow2 image on a device if tables would have to be read, and after an error.
     pub fn room_left_now(&self) -> Option<u64> {
         let image = self.begin_use();
         match limit_of(&image)? {

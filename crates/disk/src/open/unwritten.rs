@@ -1,5 +1,5 @@
-//! Images to which nothing was written. A disk may go on in one that another program has made, and
-//! the overlay of a fork that is one leaves the disk as its layer is.
+//! Images to which nothing was written. A disk may continue in such an image that another program
+//! has made. While the overlay of a fork is such an image, the disk reads as its layer.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl<'a> UnwrittenOverlay<'a> {
         {
             return Ok(None);
         }
-        // The disk is not quiesced if it was written to before.
+        // The disk is quiesced for the observer only if nothing was written to the overlay.
         if first_written(disk).await?.is_some() {
             return Ok(None);
         }

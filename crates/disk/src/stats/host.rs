@@ -74,8 +74,9 @@ impl HostStats {
         self.blocks.mine().shared_flushes.add(1);
     }
 
-    /// The number of bytes of all completed writes, with FUA or without. If a write completes
-    /// before a lookup can find its bytes, every sum after such a lookup includes the write.
+    /// The number of bytes of all completed writes, with FUA or without. A write to new space is
+    /// counted before its extent is linked, so every sum after a lookup of the extent includes the
+    /// write.
     pub(crate) fn written(&self) -> u64 {
         let of = |block: &Block, content: Content, operation: HostOperation| {
             let operations = block.operations[content as usize][operation as usize].get();

@@ -25,9 +25,9 @@ impl Admission {
         Self { group: Arc::clone(group), ticket: Some(ticket), timer: None }
     }
 
-    /// Polls the timer; returns whether the timer has expired. First sets the timer for `ready`, or
-    /// for `QUANTUM` from now if that is later, unless a timer is set that expires between these
-    /// times.
+    /// Polls the timer; returns whether the timer has expired. The latest time for the timer is
+    /// `ready`, or `QUANTUM` from now if that is later. First sets a timer for the latest time,
+    /// unless the present timer expires from `ready` to the latest time.
     fn poll_timer(&mut self, ready: Nanos, cx: &mut Context<'_>) -> bool {
         let now = self.group.now();
         let latest = ready.max(now.saturating_add(QUANTUM));

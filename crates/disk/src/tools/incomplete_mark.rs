@@ -61,8 +61,8 @@ async fn find_mark<S: Storage>(disk: &Disk<S>) -> Result<Option<Error>> {
     }
     let _guard = format.begin_read();
     let extent = format.map(ByteRange::between(0, end), Intent::Read).await?;
-    // The mark is in the image itself, never in compressed form. It is read without counting it as
-    // a guest's request, unless it has to be decrypted.
+    // The mark is in the image itself, never in compressed form. The statistics do not count the
+    // read of the mark, unless the mark has to be decrypted.
     let ExtentState::Mapped { host } = extent.state else { return Ok(None) };
     let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
     let read = if layer.is_encrypted() {

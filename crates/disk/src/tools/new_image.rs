@@ -1,8 +1,9 @@
 //! A new image of another program's format, while a copy fills it.
 //!
-//! Guarantees: only [`NewImage::finish`] writes a header, so a failed copy leaves no image. It
-//! makes the file durable if the caller requests that. Any number of threads may store parts of the
-//! disk that share no 4 KiB block. A stream has one writer, which keeps the order of the disk.
+//! Guarantees: only [`NewImage::finish`] writes a header, so a failed copy leaves no image.
+//! `finish` makes the file durable if the caller requests that. Any number of threads may store
+//! parts of the disk that share no 4 KiB block. A stream has one writer, which keeps the order of
+//! the disk.
 
 use std::ops::Range;
 

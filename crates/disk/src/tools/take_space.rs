@@ -1,5 +1,5 @@
-//! Allocates space for an unwritten part of a disk, so that writes to it cannot fail with ENOSPC,
-//! or only the tables for it.
+//! Allocates the space of an unwritten part of a disk, or only its tables. Writes to allocated
+//! space cannot fail with ENOSPC.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, Request, Result, Storage, ToolProgress,

@@ -28,8 +28,9 @@ pub(super) fn units(
     })
 }
 
-/// The parts of a buffer of `length` bytes, at `offset` of the disk, whose [`units`] are `wanted`,
-/// which gets a unit's range in the buffer. Adjacent units are one part.
+/// The parts of a buffer of `length` bytes that consist of `wanted` [`units`]; `offset` is the
+/// buffer's start on the disk. `wanted` gets a unit's range in the buffer. Adjacent units are one
+/// part.
 pub(super) fn runs(
     length: usize,
     offset: u64,

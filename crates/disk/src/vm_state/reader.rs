@@ -50,7 +50,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
         self.size
     }
 
-    /// The next bytes of the state, as many as the buffer is long; `None` at the end.
+    /// The next bytes of the state, which fill the returned buffer; `None` at the end.
     ///
     /// # Errors
     /// Errors of a read of the disk.

@@ -36,8 +36,8 @@ impl Namer<'_> {
     }
 
     /// Whether the image has this name in its extended attribute, belongs to root or the user who
-    /// opens it, and has no write permission for others. Its data file may be in any folder, and
-    /// may be a block device.
+    /// opens it, and has no write permission for its group and other users. Its data file may be in
+    /// any folder, and may be a block device.
     pub(super) fn is_chosen_by_owner(&self, name: &[u8]) -> bool {
         let Some(file) = self.file.filter(|file| is_noted(*file, name)) else { return false };
         fstat(file).is_ok_and(|status| {
@@ -57,7 +57,7 @@ impl Namer<'_> {
     }
 }
 
-/// Whether `name` is `stem`, continued with a dot, a hyphen or an underscore.
+/// Whether `name` is `stem`, then a dot, a hyphen or an underscore, then at least one more byte.
 fn is_called_after(stem: &OsStr, name: &OsStr) -> bool {
     let rest = name.as_bytes().strip_prefix(stem.as_bytes());
     rest.is_some_and(|rest| matches!(rest, [b'.' | b'-' | b'_', _, ..]))
