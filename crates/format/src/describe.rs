@@ -94,9 +94,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The host offset that is allocated for the first bytes of `range` although they do not read
-    /// from there (`None` if none is allocated), and the number of bytes for which this holds.
-    /// `range` was just mapped as zeros, a hole or backing.
+    /// The host offset that is allocated for the first bytes of `range`, although reads do not use
+    /// it (`None` if none is allocated), and the number of bytes for which this holds. `range` was
+    /// just mapped as zeros, a hole or backing.
     ///
     /// # Errors
     /// As [`map`](Self::map).

@@ -2,7 +2,7 @@
 //!
 //! A [`Format`] finds the location of a guest's data, and prepares space for new data. It never
 //! moves guest data: the I/O path of `blockhouse-disk` does. [`Qcow2`] is QEMU's format (design:
-//! `qcow2/README.md`). [`Flat`] images have no metadata to write: [`Raw`] is the disk byte for
+//! `qcow2/README.md`). Writes to [`Flat`] images change no mapping: [`Raw`] is the disk byte for
 //! byte, with its bitmaps in a [`SideFile`]; [`Luks`] is a container whose disk the I/O path
 //! decrypts; [`Foreign`] images have formats of other programs, and are only read
 //! (`docs/formats.md`). [`NewForeign`] images are created from a disk.

@@ -1,9 +1,10 @@
 //! Probing: the image format that the first or last bytes of a file indicate.
 //!
-//! A guest can write any bytes to the start of its raw disk, so the result selects a format only
-//! where neither the caller nor a name gives one; that image may name only allowed files. Otherwise
-//! it serves to refuse a file of another format that would be treated as raw by mistake, and to
-//! name that format in the error.
+//! A guest can write any bytes to the start of its raw disk. So the result selects a format only if
+//! neither the caller nor the name gives one; under the name of a QEMU tool, it overrides the name.
+//! An image opened so may name only files that the user allows. Otherwise the result serves to
+//! refuse a file of another format that would be treated as raw by mistake, and to name that format
+//! in the error.
 
 use std::path::Path;
 
@@ -13,8 +14,7 @@ use crate::foreign::is_vmdk_descriptor;
 use crate::image_format::suffix;
 use crate::qcow2::MAX_FILE_NAME;
 
-/// The number of first bytes that [`name_of`] examines, and of last bytes that [`name_of_end`]
-/// does.
+/// The number of first bytes that [`name_of`] needs, and of last bytes that [`name_of_end`] needs.
 pub const LENGTH: usize = 512;
 
 /// Offset, signature and name of the formats that are recognized by their first bytes.

@@ -1,4 +1,4 @@
-//! Images without metadata that changes when the disk is written, because every byte has a fixed
+//! Images whose mapping does not change when the disk is written, because every byte has a fixed
 //! host offset, or because the image is only read.
 //!
 //! [`Raw`] is the disk byte for byte; its bitmaps are in a [`SideFile`]. The I/O path decrypts the
@@ -16,7 +16,7 @@ pub use side_file::SideFile;
 
 use crate::{Foreign, Intent, Luks, Qcow2};
 
-/// An image without metadata that changes when the disk is written. See the module's comment.
+/// An image whose mapping does not change when the disk is written. See the module's comment.
 pub enum Flat<S: Storage> {
     /// The image is the disk, byte for byte.
     Raw(Raw<S>),
@@ -106,7 +106,8 @@ impl<S: Storage> Flat<S> {
         }
     }
 
-    /// As [`SizeChange::grow`](crate::SizeChange::grow), but the new size may also be smaller.
+    /// As [`SizeChange::grow`](crate::SizeChange::grow), but the new size may also be smaller,
+    /// except for a raw image with a side file.
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,

@@ -24,7 +24,7 @@ impl<S: Storage> Raw<S> {
     /// first bytes look like another format.
     ///
     /// # Errors
-    /// `InvalidInput` when the storage is too long for a file.
+    /// `InvalidInput` if the size of the storage, rounded up to whole sectors, exceeds 64 bits.
     pub fn open(storage: S) -> Result<Self> {
         if storage.size().checked_next_multiple_of(SECTOR).is_none() {
             check_size(storage.size(), storage.name())?;
@@ -44,9 +44,9 @@ impl<S: Storage> Raw<S> {
     }
 
     /// One extent for all of `range`, except that a last partial block is an extent of its own: a
-    /// storage accepts no other unaligned range. For zeroing and discards, a sector that extends
-    /// past the end of the storage is also an extent of its own, because the storage can zero and
-    /// discard only before its end.
+    /// storage accepts no other unaligned range. For zeroing and discards, the last block border
+    /// before the end of the storage also ends an extent, because the storage can zero and discard
+    /// only before its end.
     pub(crate) fn map(&self, range: ByteRange, intent: Intent) -> Extent {
         let end = match intent {
             Intent::Read | Intent::Write => self.size(),

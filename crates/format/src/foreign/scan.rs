@@ -16,8 +16,9 @@ const PART: usize = 4096;
 /// The cost of visiting an entry, in the unit of [`WorkBudget`]: some nanoseconds.
 const VISIT: u64 = 64;
 
-/// Passes the entries of a table that `range` numbers to `visit`, each with its number, except
-/// those of which each byte is `unused`. The first entry of the table is at `offset` of the file.
+/// Passes the entries of a table whose numbers are in `range` to `visit`, each with its number,
+/// except those of which each byte is `unused`. The first entry of the table is at `offset` of the
+/// file.
 ///
 /// # Errors
 /// `Corrupt` if the file ends before the table does; errors of the storage or of `visit`.
@@ -38,8 +39,8 @@ pub(super) async fn scan<S: Storage, const N: usize>(
 }
 
 /// Passes the entries in `bytes` to `visit`, each with its number, except those of which each byte
-/// is `unused`. Parts of a table without other entries, which are most of a table, are skipped by
-/// one comparison.
+/// is `unused`. A part of the table that has only unused entries, as most parts have, is skipped
+/// after one comparison.
 ///
 /// # Errors
 /// Errors of `visit`.

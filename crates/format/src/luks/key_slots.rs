@@ -2,8 +2,8 @@
 //!
 //! Order: a slot's area is durable before its record marks it as in use. When a slot is erased, its
 //! area is overwritten durably before the record changes, so that no passphrase opens the slot even
-//! with an old copy of the record. After a crash between the two writes, the slot is marked as in
-//! use, but no passphrase opens it.
+//! with an old copy of the record. After a crash between the two writes of an erasure, the slot is
+//! marked as in use, but no passphrase opens it.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 

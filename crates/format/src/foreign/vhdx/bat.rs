@@ -80,7 +80,8 @@ impl Bat {
     /// written.
     ///
     /// # Errors
-    /// As [`block`](Self::block), or errors of `visit`. Invalid entries are passed to `visit`.
+    /// `Corrupt` if the table ends past the end of the file; errors of the storage or of `visit`.
+    /// `visit` gets the error of an invalid entry.
     pub(super) async fn scan<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

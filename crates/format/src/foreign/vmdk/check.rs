@@ -32,8 +32,9 @@ impl Vmdk {
         // An image without tables has no grains to check, so the size has no effect.
         let grain_size = self.grain_size().unwrap_or(SECTOR);
         let total = self.sparse().map(|(range, extent)| extent.grains(range)).sum();
-        // The tables do not have the lengths of compressed grains. So the check only finds two
-        // grains that begin at the same offset.
+        // The tables do not have the lengths of compressed grains, and a survey has one length for
+        // all grains. So for compressed grains, and for grains of several sizes, the check finds
+        // only overlaps of grains that begin at the same offset.
         let is_compressed = self.sparse().any(|(_, extent)| extent.header.is_compressed);
         let is_uniform = self.sparse().all(|(_, extent)| extent.header.grain_size == grain_size);
         let length = if is_compressed || !is_uniform { 1 } else { grain_size };
@@ -88,8 +89,8 @@ impl SparseExtent {
         }
     }
 
-    /// Checks tables that follow each other in the file. Raises `last` to the start of the last of
-    /// their grains in the storage.
+    /// Checks tables that follow each other in the file. Raises `last` to the highest offset in the
+    /// storage at which one of their grains begins.
     async fn check_run<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

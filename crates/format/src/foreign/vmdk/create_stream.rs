@@ -1,7 +1,6 @@
 //! New VMDK images that are written as a stream (streamOptimized), as appliances (OVA) have them:
-//! compressed grains in the order of the disk, each table after its grains, and a footer. The
-//! header also has the offset of the grain directory, because importers of clouds refuse images in
-//! which only the footer has the offset.
+//! compressed grains in the order of the disk, each table after its grains, and a footer. Only the
+//! footer has the offset of the grain directory.
 
 use std::io::Write;
 

@@ -19,7 +19,7 @@ pub(super) fn length(marker: &[u8]) -> u64 {
     MARKER as u64 + u64::from(le32(marker, 8))
 }
 
-/// Decompresses the grain that begins with `bytes`, and stores its first bytes in `into`.
+/// Decompresses the grain at the start of `bytes`, and stores its first bytes in `into`.
 ///
 /// # Errors
 /// The reason why `bytes` is not a sound grain.

@@ -1,7 +1,7 @@
 //! New VHD images: fixed ones, and dynamic ones with blocks of 2 MiB.
 //!
-//! The disk has exactly the requested size, even if no geometry matches it: the footer has the
-//! creator `qem2`, with which QEMU marks images whose size field is valid and not their geometry
+//! The disk has exactly the requested size, even if no geometry matches it. Reason: the footer has
+//! the creator `qem2`, by which QEMU takes the size from the size field, not from the geometry
 //! (QEMU's option `force_size`). If the geometry of the specification is smaller than the disk, the
 //! footer has the largest one, which no reader takes for the size.
 

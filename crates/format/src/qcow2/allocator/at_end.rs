@@ -143,8 +143,8 @@ impl Allocator {
     }
 
     /// Lowers the file's end to `cluster`, or to the end of the last active table if that is later.
-    /// No refcount block counts clusters from `cluster` on. Returns whether the end is lower: it
-    /// stays if clusters were already taken from it.
+    /// All refcounts from `cluster` on were zero when they were scanned. Returns whether the end is
+    /// lower: it stays if clusters were already taken from it.
     pub(super) fn lower_end(&mut self, tables: &mut Tables, cluster: u64) -> bool {
         let last = tables.active.iter().max().map_or(0, |&last| last + 1);
         let cluster = cluster.max(last);

@@ -3,8 +3,8 @@
 //!
 //! An image may lack refcounts on disk, because a process that died had them only in memory. No
 //! table on disk refers to the refcount blocks that the dead process had allocated, so their
-//! clusters are free. A new count of all references ([`Gaps`]) replaces the missing refcounts: it
-//! tells which other clusters are in use.
+//! clusters are free. As refcounts are missing, the caller of [`Gaps`] tells which other clusters
+//! are in use: those that a new count of all references found, or those that the redo log names.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -29,7 +29,8 @@ impl<'a> Gaps<'a> {
 
 impl Allocator {
     /// Places the refcount block for `cluster` in an unused cluster that the block itself or an
-    /// existing block covers. The block is empty, except for a refcount of its own cluster.
+    /// existing block covers. The new block has no refcount, except that of its own cluster if the
+    /// block covers this cluster.
     pub(crate) fn place_block_in_gap(
         &mut self,
         tables: &mut Tables,

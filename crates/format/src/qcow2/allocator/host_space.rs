@@ -9,7 +9,8 @@ use crate::qcow2::tables::{Blocked, ReserveRequest, Step, Tables};
 use super::Allocator;
 
 impl Allocator {
-    /// Frees the clusters of the reserve that no metadata used.
+    /// Frees the unused clusters of the reserve that have a refcount: those for L2 tables, and the
+    /// row.
     pub(crate) fn release_reserve(&mut self, tables: &mut Tables) {
         while let Some(cluster) = self.reserve.take_l2_table() {
             self.free_unlinked(tables, cluster..cluster + 1);
@@ -75,7 +76,7 @@ impl Allocator {
 
     /// Records the result of extending the file to `length` clusters, of which `needed` are needed
     /// now. The file then has `size` bytes. If these are too few for `needed`, `size` becomes the
-    /// limit.
+    /// limit, otherwise the limit is removed.
     pub(crate) fn note_extended(
         &mut self,
         geometry: Geometry,

@@ -3,8 +3,8 @@
 //! A hostile file may be exabytes long and almost empty, so memory depends on the counted
 //! references, not on the number of clusters. A page of counters is allocated when its first
 //! counter is set. The page is a list of the counters that are not 0, up to [`MAX_LISTED`] of them;
-//! with more, the page has a counter for each cluster. Running out of memory is an error, and does
-//! not end the process.
+//! with more, the page has a counter for each cluster. Running out of memory for a page's counters
+//! is an error, and does not end the process.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -2,9 +2,10 @@
 //!
 //! A snapshot is removed only if its L1 table cannot be found: its entry is invalid or cannot be
 //! read, or the clusters at the table's offset have another user and do not contain an L1 table.
-//! The other snapshots are unchanged. The new table is durable before one write of the header
-//! switches to it; if the remaining snapshots are the first ones of the old table, that table is
-//! kept. So after a crash the image has either the old snapshots or the new ones.
+//! The other snapshots remain; faults of their entries are corrected. The new table is durable
+//! before one write of the header switches to it; if the remaining snapshots are the first ones of
+//! the old table, that table is kept. So after a crash the image has either the old snapshots or
+//! the new ones.
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,

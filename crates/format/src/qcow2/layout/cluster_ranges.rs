@@ -1,5 +1,5 @@
-//! Clusters that must have only one user, stored as ranges. Reason: the number of ranges depends on
-//! the number of tables that name them, not on the lengths of these tables.
+//! Clusters that must have only one user, stored as ranges. Reason: a long table in consecutive
+//! clusters takes no more memory than a short one.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -102,7 +102,7 @@ pub(crate) fn feature_names() -> Extension {
 
 /// The name of an incompatible feature in the image's feature name table.
 pub(crate) fn incompatible_feature_name(extensions: &[Extension], bit: u32) -> Option<String> {
-    // A truncated last record ends the name.
+    // The last record may be truncated: its name then ends where the record ends.
     let records = find(extensions, FEATURE_NAMES)?.chunks(FEATURE_RECORD);
     let wanted = |record: &&[u8]| record.len() > 2 && record[0] == 0 && u32::from(record[1]) == bit;
     let name = records.filter(wanted).map(|record| &record[2..]).next()?;

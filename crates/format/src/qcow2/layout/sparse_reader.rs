@@ -11,14 +11,14 @@ use super::table_io;
 
 /// Maximum bytes that are read at a time.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// A file up to this length, in bytes, is read as a whole: the read costs no more than queries for
-/// holes.
+/// For a file up to this length, in bytes, no holes are queried: reads of holes cost no more than
+/// the queries.
 const SMALL_FILE: u64 = 16 << 20;
 
-/// Reads tables of an image, with the fewest queries in the order of their offsets.
+/// Reads tables of an image. Reads in ascending order of the offsets need the fewest queries.
 pub(crate) struct SparseReader<'a, S> {
     storage: &'a S,
-    /// Reads start and end at multiples of this number of bytes.
+    /// Reads start at multiples of this number of bytes, and end there or at the range's end.
     granularity: u64,
     /// The last block status that the storage returned.
     known: Option<(ByteRange, Allocation)>,

@@ -41,7 +41,8 @@ impl Mapper<'_> {
         let DataPlacement::DataFile(file) = &self.mapping.data else {
             return self.map_zero_by_entries(range, unmap);
         };
-        // Zeros are written over data; entries without data get the zero flag.
+        // Zeros are written over data, and everywhere in a raw disk; other entries get the zero
+        // flag.
         if file.is_raw_disk() || self.starts_with_data(range)? {
             return self.map_write(range);
         }

@@ -125,8 +125,8 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// The entry of a discarded cluster: it must not expose the data of a backing file, also of one
-    /// that the image gets later.
+    /// The entry of a discarded cluster. In version 3 the entry hides the data of a backing file,
+    /// even of one that the image gets later; version 2 has no such entry.
     pub(super) fn discarded_entry(&self) -> Entry {
         if self.tables.geometry().version >= 3 { Entry::ZERO } else { Entry::UNALLOCATED }
     }

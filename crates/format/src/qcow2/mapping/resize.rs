@@ -61,8 +61,8 @@ impl Mapper<'_> {
         Ok(next)
     }
 
-    /// Removes an L2 table from the L1 table, and defers freeing the clusters that the L2 table
-    /// refers to.
+    /// Removes an L2 table from the L1 table, and defers freeing the L2 table and the clusters that
+    /// it refers to.
     pub(crate) fn drop_l2_table(&mut self, l1_index: usize) -> Step<()> {
         let geometry = self.tables.geometry();
         let first = l1_index as u64 * geometry.l2_entries();

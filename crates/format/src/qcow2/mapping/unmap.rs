@@ -44,8 +44,8 @@ impl Mapper<'_> {
             Unmap::Allowed if !is_backed => Change::Discard,
             _ => return self.map_write(range),
         };
-        // Zeros are marked also without a backing file, because the image may get one later. A
-        // discard, which promises no zeros, leaves unallocated clusters alone.
+        // A zero write marks unallocated clusters also without a backing file, because the image
+        // may get one later. A discard, which promises no zeros, does so only with a backing file.
         let needs = |entry: Entry| match entry {
             Entry::Standard { host: None, subclusters } => {
                 subclusters != SubclusterBitmap::ZERO && has_zero_flag
@@ -125,7 +125,8 @@ impl Mapper<'_> {
     }
 
     /// Prepares zeros in whole subclusters of one cluster by a change of the cluster's entry alone;
-    /// `None` if that is not sufficient. `marks_holes`: also where nothing is allocated.
+    /// `None` if that is not sufficient. With `marks_holes`, unallocated subclusters are marked,
+    /// too.
     fn prepare_subclusters(
         &mut self,
         part: ByteRange,

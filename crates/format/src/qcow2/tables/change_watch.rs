@@ -4,8 +4,9 @@
 //!    write the change to the disk. A read of a slice without the lock may see a part of a change.
 //!    After such a read, the reader finds the slice noted.
 //! 2. Reading a noted slice atomically returns its bytes and removes its note.
-//! 3. The watch ends by itself if tables are moved, dropped or replaced: the copies are then
-//!    invalid. Added tables are not noted: the L1 table and the refcount table refer to them.
+//! 3. The watch ends by itself if the L1 table is moved, tables are dropped or replaced, or the
+//!    disk's size is set: the copies are then invalid. Added tables are not noted: the L1 table and
+//!    the refcount table refer to them.
 
 use std::collections::BTreeSet;
 

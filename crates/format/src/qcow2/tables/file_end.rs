@@ -67,7 +67,8 @@ impl FileEnd {
     }
 
     /// Moves the end to `cluster`, if that is lower. All refcounts from `cluster` on are zero.
-    /// Returns whether it has moved: it stays if clusters were taken past the old end.
+    /// Returns whether the end has moved. The end stays if it differs from the recorded length of
+    /// the file, for example because clusters past that length were taken.
     pub(crate) fn lower(&mut self, cluster: u64) -> bool {
         let is_lower = self.end == self.opened && cluster < self.end;
         if is_lower {

@@ -1,7 +1,7 @@
 //! The header of an image in two versions: the version that the next writeback leaves on disk, and
 //! the version on disk.
 //!
-//! Only the first sector ever changes, with one write. If a header write failed or its future was
+//! A header write changes only the first sector. If a header write failed or its future was
 //! dropped, its outcome is unknown. The header on disk is then unknown until a later header write
 //! is durable.
 
@@ -70,7 +70,7 @@ impl Headers {
         self.wanted.incompatible = self.disk.incompatible;
         self.wanted.autoclear = self.disk.autoclear;
         self.disk.patch(bytes);
-        // The next writeback repeats this write, unless a flush has covered the write before.
+        // The next writeback repeats this write, unless a flush covers this write first.
         self.begun += 1;
         let is_changed = self.disk.extensions != extensions || self.disk.length != length;
         if is_changed || self.durable < self.extended {

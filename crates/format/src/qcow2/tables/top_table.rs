@@ -63,8 +63,8 @@ impl TopTable {
         true
     }
 
-    /// Makes the table longer, with zeros, or shorter. The caller also changes the table's location
-    /// on disk.
+    /// Makes the table longer, with zeros, or shorter. To make the table longer, the caller also
+    /// moves the table on disk.
     pub(crate) fn resize(&mut self, entries: usize) {
         if self.is_trimmed {
             self.words.truncate(entries)

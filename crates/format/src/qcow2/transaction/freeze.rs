@@ -16,7 +16,7 @@ pub(super) struct FreezeGuard<'a, S: Storage> {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// The old tables are active, on disk and in memory.
+    /// The tables in memory are the active tables on disk.
     Building,
     /// The header is being written, so it is unknown which tables are active on disk.
     Switching,

@@ -2,12 +2,13 @@
 //!
 //! 1. refcounts, and tables that nothing on disk refers to yet; flush: after this, these tables and
 //!    all data are durable;
-//! 2. if the refcount table changed: its entries, or the header with its new location; flush;
+//! 2. if the refcount table changed: its entries, or the header with its new location; if the
+//!    outcome of an earlier header write is unknown: the header; flush;
 //! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices are written with FUA instead
 //!    of the flush.
 //!
-//! A failed write of a table is recorded, and no table that depends on it is written. A write that
-//! failed with ENOSPC changed nothing, so the next writeback retries the write.
+//! A failed write of a table is recorded, and no table that depends on it is written. ENOSPC of a
+//! write is not recorded: the next writeback repeats the write, which may have been partial.
 
 use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
 

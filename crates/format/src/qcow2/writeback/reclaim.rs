@@ -31,7 +31,7 @@ impl<S: Storage> Metadata<S> {
     /// Frees clusters to which the tables in memory no longer refer. If discarded ranges read as
     /// zeros, the host range is punched at once: the L2 entry on disk may still refer to this
     /// range, so after a crash the guest must read its old data or zeros. Encrypted data is not
-    /// punched, because a hole would not read as zeros.
+    /// punched before the writeback, because a hole would not read as zeros.
     pub(crate) async fn free_clusters(&self, dropped: Vec<DeferredFree>) {
         if dropped.is_empty() {
             return;
@@ -68,14 +68,14 @@ impl<S: Storage> Metadata<S> {
     ///
     /// The caller may have prepared changes and hold a claim, the memory of a copy or the permit
     /// for a new L2 table. A writeback does not wait for any of these, so there is no deadlock. A
-    /// writeback waits only for table writes and, at its end, for reads of the image, and these do
-    /// not need them, either.
+    /// writeback waits only for table writes, data writes that hold a guard, and, at its end, reads
+    /// of the image. None of these waits for the caller.
     ///
     /// # Errors
     /// The reason why tables cannot be written.
     pub(crate) async fn reclaim(&self) -> Result<()> {
         // A running writeback may have begun before these frees; then the second writeback includes
-        // them. The clusters in the batch of the running writeback must wait for its end as well.
+        // them. The end of the running writeback makes the clusters that it took freeable.
         for _ in 0..2 {
             self.writer.check_failure()?;
             let is_due = {

@@ -81,9 +81,9 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// The way to make extents durable with the fewest operations. FUA is used if few changes are
-    /// pending, their data is stable, and the next writeback has few writes. A flush is used if FUA
-    /// implies a flush, as it does when the file grows, because one flush for data and refcounts is
-    /// cheaper than one flush for each.
+    /// pending, few slices are dirty, and all data that dirty slices refer to is stable. A flush is
+    /// used if FUA implies a flush, as it does when the file grows, because one flush for data and
+    /// refcounts is cheaper than one flush for each.
     pub(crate) fn metadata_sync_mode(&self) -> MetadataSync {
         let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
         let mut state = self.state.lock();
@@ -152,15 +152,15 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Writes all metadata that is dirty now, which makes slices of the cache clean.
+    /// Writes all dirty metadata, or waits for the running writeback. Slices of the cache become
+    /// clean.
     pub(crate) async fn write_back_all(&self) -> Result<()> {
         self.writer.check_failure()?;
         rare(self.write_back(WritebackReason::Full)).await.map(drop)
     }
 
-    /// Writes all dirty metadata, and blocks writebacks. While the result is held, refcounts are
-    /// not decremented, either: clusters that a writeback makes freeable are freed after the end of
-    /// the writeback.
+    /// Writes all dirty metadata, and blocks writebacks. The result also blocks decrements of
+    /// refcounts, because a task decrements them after the end of its writeback.
     pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S>> {
         loop {
             self.writer.check_failure()?;

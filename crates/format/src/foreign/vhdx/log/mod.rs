@@ -3,8 +3,8 @@
 //!
 //! Guarantees: nothing is written. The entries of the active sequence are applied in order; an
 //! image that does not fit its log is refused. Time and memory are bounded: logs beyond
-//! [`MAX_LENGTH`] are refused, and at most [`MAX_CHECKED`] times the log's length is read to find
-//! its entries.
+//! [`MAX_LENGTH`] are refused, and the checked entries together have at most [`MAX_CHECKED`] times
+//! the log's length.
 
 mod entry;
 

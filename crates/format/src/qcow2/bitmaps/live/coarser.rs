@@ -9,8 +9,9 @@
 //!    old one.
 //! 4. The new bitmap is marked as recording changes, and replaces the old bitmap.
 //!
-//! If a bitmap has no cluster at all, the disk ranges of its missing clusters are marked as changed
-//! instead (`LiveBitmap::fill_lacking`). Neither way needs space.
+//! If a bitmap has no cluster, or the coarser bitmap would exceed a limit, the disk ranges of the
+//! clusters that the change lacks are marked as changed instead (`LiveBitmap::fill_lacking`).
+//! Neither way needs space.
 
 use std::sync::Arc;
 
@@ -77,8 +78,8 @@ impl LiveBitmaps {
         }
     }
 
-    /// Makes a whole bitmap coarser, if it has a cluster. Returns whether another bitmap has
-    /// replaced this one.
+    /// Makes a whole bitmap coarser, if it has a cluster and the coarser bitmap exceeds no limit.
+    /// Returns whether the bitmap is no longer in use, because it was replaced or lost.
     ///
     /// # Errors
     /// Errors of the storage. If anything was already changed on disk, the bitmap then lacks

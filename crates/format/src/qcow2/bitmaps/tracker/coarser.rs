@@ -50,7 +50,8 @@ impl LiveBitmap {
     }
 
     /// Makes tasks that record changes wait for the new bitmap, and waits until no write of this
-    /// bitmap is in flight. `None` if a replacement was begun before.
+    /// bitmap is in flight. `None` if another bitmap has replaced this one, or if a replacement was
+    /// dropped after it had begun to change the disk.
     pub(in crate::qcow2::bitmaps) async fn supersede<S: Storage>(
         &self,
         metadata: &Metadata<S>,

@@ -72,7 +72,7 @@ pub(super) async fn look<S: Storage>(
     Ok(bytes)
 }
 
-/// The bytes of a part that does not change, on disk.
+/// The bytes of a part on disk, consistent if the part does not change during the read.
 pub(super) async fn read<S: Storage>(metadata: &Metadata<S>, part: Part) -> Result<Vec<u8>> {
     let storage = metadata.storage();
     if part.offset >= storage.size() {

@@ -28,15 +28,15 @@ struct NewMetadata {
     refcount_table: Vec<u64>,
     /// The snapshot that is taken or deleted.
     snapshot: Snapshot,
-    /// Clusters that have no reference after the switch.
+    /// Clusters that lose one reference by the switch.
     replaced: Vec<DeferredFree>,
 }
 
 impl<S: Storage> PreparedChange<'_, S> {
     /// Makes the change durably. No change of the guest's data may be in flight. Returns the
-    /// snapshot that is taken or deleted. Returns `None` without any change if the guests changed
-    /// too much since the last [update](Self::update); the caller must then update again. `now` is
-    /// the time of a new snapshot, since 1970-01-01 UTC.
+    /// snapshot that is taken or deleted. Returns `None` without any change if guests changed too
+    /// much since the last [update](Self::update), or the copies are invalid; the caller must then
+    /// update again. `now` is the time of a new snapshot, since 1970-01-01 UTC.
     ///
     /// # Errors
     /// As [`Snapshots::create`](crate::Snapshots::create) and

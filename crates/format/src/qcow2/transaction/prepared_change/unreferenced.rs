@@ -57,7 +57,7 @@ impl<'a, S: Storage> Unreferenced<'a, S> {
         let mut state = self.metadata.lock();
         let state = &mut *state;
         for run in runs {
-            // These clusters must not get another user: a late write may change a quarantined
+            // Kept clusters must not get another user: a late write may change a quarantined
             // cluster, and the refcounts of a cluster with an active table are wrong.
             let is_kept = |&cluster: &u64| {
                 let is_table = state.tables.check_not_active(cluster).is_err();
