@@ -19,7 +19,7 @@ pub(crate) struct File {
     descriptor: OwnedFd,
     pub(crate) medium: Medium,
     pub(crate) caching: Caching,
-    /// Shared by all opens of the file.
+    /// Shared with each open that [`through_page_cache`](Self::through_page_cache) adds.
     pub(crate) detached_syncs: Arc<DetachedSyncs>,
     /// The rings in which the file has a slot.
     pub(crate) registrations: Registrations<FileId>,

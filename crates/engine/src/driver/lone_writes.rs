@@ -11,8 +11,8 @@
 //! Durable writes to block devices stay asynchronous, too: the kernel adds a flush to each
 //! synchronous one.
 //!
-//! At most one thread of the pool is occupied by a loop's durable write, however long the write
-//! takes, and half of the pool by those of all loops.
+//! A loop's durable writes occupy at most one thread of the pool, however long a write takes. Those
+//! of all loops occupy at most half of the pool.
 
 use std::os::fd::RawFd;
 

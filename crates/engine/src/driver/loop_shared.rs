@@ -57,7 +57,8 @@ impl LoopShared {
     /// Posts a message and wakes the loop if it sleeps.
     pub(crate) fn post(&self, message: LoopMessage) {
         if self.mailbox.post(message) == mailbox::Wake::Needed {
-            // The write fails only if the counter is full: then the loop is being woken already.
+            // The write fails only if the counter is full: after 2^64 - 2 writes, as no engine
+            // reads it.
             let _ = rustix::io::write(&self.notifier, &1u64.to_ne_bytes());
         }
     }

@@ -1,9 +1,9 @@
 //! Whether a task is in the ready queue, or on its way there.
 //!
 //! Guarantee: after a wake-up a poll of the task begins that sees what the waking thread did
-//! before. Most wake-ups find the task queued already and only read the flag. Such a wake-up relies
-//! on a poll that has not begun yet. So both sides change the flag by one atomic operation that
-//! also reads it: one of the two comes first, and the other synchronizes with it.
+//! before. Most wake-ups find the task queued already and do not queue it again. Such a wake-up
+//! relies on a poll that has not begun yet. So both sides change the flag by one atomic operation
+//! that also reads it: one of the two comes first, and the other synchronizes with it.
 //! `queued_flag::loom_model` checks this; with a plain load or store on either side it fails.
 
 #[cfg(loom)]

@@ -67,8 +67,8 @@ impl ThreadPool {
     }
 
     /// As [`run_file`](Self::run_file) if a thread is idle and less than half of the pool is busy;
-    /// otherwise makes no call and returns false. If no thread is idle, one is started for later
-    /// calls.
+    /// otherwise makes no call and returns false. If less than half is busy and no thread is idle,
+    /// one is started for later calls.
     ///
     /// # Safety
     /// As for [`run_file`](Self::run_file), if this returns true.
@@ -91,8 +91,8 @@ impl ThreadPool {
         self.lock_if_idle().is_some()
     }
 
-    /// The state, if a thread is idle and less than half of the pool is busy. If no thread is idle,
-    /// one is started.
+    /// The state, if a thread is idle and less than half of the pool is busy. If less than half is
+    /// busy and no thread is idle, one is started.
     fn lock_if_idle(self: &Arc<Self>) -> Option<MutexGuard<'_, State>> {
         let state = self.state.lock();
         let idle = state.idle.saturating_sub(state.queue.len());

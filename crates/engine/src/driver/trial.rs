@@ -5,8 +5,8 @@
 //! `burst` times in a row after [`MIN_BACKOFF`] uses of the winner at first, and after
 //! [`MAX_BACKOFF`] uses if it keeps losing.
 
-/// A way's time is the mean of this many uses at first. Later each use moves it this part of the
-/// way, because single times differ by more than the two ways do.
+/// A way's time is the mean of this many uses at first. Later each use moves the mean by one part
+/// in this many of the difference, because single times differ by more than the two ways do.
 const WEIGHT: u64 = 8;
 
 /// The costly way wins if it makes the time shorter by at least one part in this many.
@@ -50,8 +50,8 @@ struct Mean {
 }
 
 impl Trial {
-    /// A trial that begins with the way `first` and uses the losing way `burst` times in a row, of
-    /// which one long time does not decide if there are several.
+    /// A trial that begins with the way `first` and uses the losing way `burst` times in a row.
+    /// With several uses in a row, one long time does not decide.
     pub(crate) fn new(first: Way, burst: u16) -> Self {
         let (cheap, costly) = (Mean::default(), Mean::default());
         let (left, backoff) = (MIN_BACKOFF + burst, MIN_BACKOFF);

@@ -96,9 +96,9 @@ impl Watches {
         drop(entry);
     }
 
-    /// Passes an event to its watch, unless the watch was removed. Returns the event's source, but
-    /// not for `()`, and not for an event that was polled before: it does not predict the next
-    /// one.
+    /// Passes an event to its watch, unless the watch was removed. Returns the event's source if
+    /// the poll source is ready. `None` for `()`, and for an event that was polled before, because
+    /// such an event does not predict the next one.
     pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;

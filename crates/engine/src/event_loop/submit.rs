@@ -60,7 +60,7 @@ impl Future for Submit {
 impl Submit {
     fn begin(&mut self, local: &Rc<Local>, waiter: &Waker) -> Poll<<Self as Future>::Output> {
         if local.tasks.budget.is_spent() {
-            // The task is polled again in the next iteration, after all other tasks.
+            // The wake-up makes the task yield, so the loop polls the other tasks first (`task`).
             self.stage = Stage::New;
             waiter.wake_by_ref();
             return Poll::Pending;

@@ -47,7 +47,7 @@ struct Party {
     is_deferred: Cell<bool>,
     /// The ready tasks of the party while it is deferred.
     ready: RefCell<VecDeque<Arc<TaskHeader>>>,
-    /// The last `iteration` in which `run_ready` polled the party, and the number of these polls.
+    /// The last call of `run_ready` that polled the party (`iteration`), and its number of polls.
     polls: Cell<(u64, u32)>,
     /// The number of the party's tasks.
     tasks: Cell<usize>,
@@ -332,7 +332,7 @@ impl Tasks {
 }
 
 impl Party {
-    /// Counts a poll. Returns the number of the party's polls in this iteration.
+    /// Counts a poll. Returns the number of the party's polls in this call of `run_ready`.
     fn count_poll(&self, iteration: u64) -> u32 {
         let (last, polls) = self.polls.get();
         let polls = if last == iteration { polls + 1 } else { 1 };

@@ -1,6 +1,7 @@
 //! The time of a file's last change (`st_ctime`), by which later changes are detected.
 //!
-//! Guarantee: a change that begins after the return has another time. File systems stamp with a
+//! Guarantee, if the file system stamps with this host's clock and stores times at least as fine as
+//! its ticks: a change that begins after the return has another time. File systems stamp with a
 //! clock that has ticks, so two changes in one tick may have the same time. (Since Linux 6.13, the
 //! second change gets its own time if the time of the first was read before it.) So this waits
 //! until the tick is over. It returns `None` for a file system that keeps whole seconds (ext4 with

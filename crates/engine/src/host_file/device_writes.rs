@@ -61,7 +61,7 @@ impl DeviceWrites {
     }
 }
 
-/// The open `stat` file of a device. Reading it does not depend on paths that are allowed later.
+/// The open `stat` file of a device. Reads need no path, so a sandbox does not prevent them.
 pub(super) struct WriteCounter {
     counts: File,
     era: u64,

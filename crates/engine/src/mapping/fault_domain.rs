@@ -118,7 +118,7 @@ impl FaultDomain {
         self.mappings.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether one more page may be replaced alone. Async-signal-safe.
+    /// Counts a page to be replaced alone. Returns whether one more is allowed. Async-signal-safe.
     pub(super) fn may_replace_page(&self) -> bool {
         let next = |count: u32| (count < MAX_REPLACED_PAGES).then_some(count + 1);
         self.replaced_pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()

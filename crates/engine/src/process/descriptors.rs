@@ -61,7 +61,7 @@ pub fn take_inherited_socket(number: i32) -> io::Result<OwnedFd> {
     }
     // SAFETY: `fcntl` takes no pointer, and these commands change no file.
     let flags = unsafe { libc::fcntl(number, libc::F_GETFD) };
-    // All descriptors that this process has opened are close-on-exec; so is each after its taking.
+    // Each descriptor that this process has opened, or taken here before, is close-on-exec.
     if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
         return Err(none());
     }

@@ -1,9 +1,9 @@
 //! Sends bytes of a file to a socket without a copy, through a pipe with references to pages of the
 //! host's page cache.
 //!
-//! Guarantees: filling waits for no page that is in the cache, and sending never waits in a system
-//! call. The pages belong to the file, so a write to the file before the peer has received them
-//! changes the bytes that the peer receives.
+//! Guarantees: filling does not wait for a page that is in the cache, and sending never waits in a
+//! system call. The pages belong to the file, so a write to the file before the peer has received
+//! them changes the bytes that the peer receives.
 
 use std::cell::RefCell;
 use std::io;

@@ -3,8 +3,8 @@
 //! (`polled`). While any of them is in flight, the loop does not sleep.
 //!
 //! Guarantees: a thread carries out a file operation that the ring refused, so a lack of memory or
-//! processes fails no request (`unstarted`). Only its completion ends an operation: a ring that
-//! lost completions ends the process (`ring`).
+//! processes fails no request (`unstarted`). An operation ends only with its completion: a ring
+//! that lost completions ends the process (`ring`).
 
 mod entry;
 mod polled;
@@ -51,7 +51,7 @@ pub(crate) struct Uring {
     watches_notifier: bool,
     /// Completions that were fetched already; the next `poll` reports them.
     ready: Vec<Completion>,
-    /// The message headers of socket operations, by token. The kernel reads them here.
+    /// The message headers of socket operations, by token. The kernel reads and writes them here.
     headers: Box<[libc::msghdr]>,
     /// The watched descriptors.
     watches: HashMap<WatchKey, RawFd>,
