@@ -13,14 +13,14 @@ pub struct ForkDiskParams {
     /// The name.
     pub disk: String,
     /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a
-    /// name beside its image, or its overlay itself if nothing was written to that, and none for a
-    /// read-only disk or one in Ceph.
+    /// name beside its image, or, with `children`, its present overlay if nothing was written to
+    /// that overlay. A read-only disk and a disk in Ceph have none.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay is there already: a qcow2 image as long as the disk to which nothing
     /// was written, and which no other disk has. Its header gets the name of the layer.
     #[serde(default)]
     pub made: bool,
-    /// Other qcow2 files over what it is at the moment. Of a disk in Ceph, clones of it.
+    /// Other qcow2 files over the disk's content at the fork. Of a disk in Ceph, clones of it.
     #[serde(default)]
     pub children: Vec<ForkChildParams>,
 }

@@ -13,15 +13,15 @@ pub struct BackupBeginParams {
     /// The names of the disks.
     pub disks: Vec<String>,
     /// Where they are served for reading, each under its own name: an NBD URI without a name. That
-    /// of a single disk may have one. Left out: nowhere before `export.add` of the disk that
-    /// was frozen.
+    /// of a single disk may have one. Left out: clients cannot read them before `export.add` of the
+    /// frozen disk.
     pub export: Option<String>,
     /// The backup's name, unlike all others. Left out: any name.
     pub backup: Option<String>,
     /// A bitmap that begins on each disk at this moment, for the next increment.
     pub bitmap: Option<String>,
-    /// A bitmap of which clients may ask what has changed since. A disk that has none of this name
-    /// comes in full, where another one has it.
+    /// The bitmap that clients may query for changes. A disk without this bitmap is backed up in
+    /// full, if another disk of the backup has the bitmap.
     pub since: Option<String>,
     /// The folder of the scratch files, an absolute path. Left out: that of each disk's image.
     pub scratch: Option<PathBuf>,
@@ -51,7 +51,7 @@ pub struct BackupInfo {
     /// The bitmap that has begun on each disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bitmap: Option<String>,
-    /// The bitmap that tells what has changed: the metadata context qemu:dirty-bitmap: and this.
+    /// The bitmap with the changes. Its metadata context is `qemu:dirty-bitmap:` and this name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<String>,
     /// The disks.

@@ -31,8 +31,8 @@ pub struct BitmapAddParams {
     /// Whether nothing is recorded in it before it is enabled.
     #[serde(default)]
     pub disabled: bool,
-    /// Whether it is in memory alone: of any format, and gone when the disk is closed or the server
-    /// is upgraded.
+    /// Whether the bitmap is in memory only, with an image of any format. Such a bitmap is lost
+    /// when the disk is closed or the server is upgraded.
     #[serde(default)]
     pub transient: bool,
 }
@@ -47,7 +47,8 @@ pub struct BitmapMergeParams {
     pub name: String,
     /// The bitmap that has them.
     pub source: String,
-    /// The disk of that, if it is another one: then the bitmap that gets them is in memory.
+    /// The disk of `source`, if it is another disk. The bitmap that gets the changes must then be
+    /// in memory only.
     #[serde(default)]
     pub source_disk: Option<String>,
 }
@@ -67,8 +68,8 @@ pub struct BitmapInfo {
     /// Whether it lacks changes that another program has made, or that could not be recorded: it
     /// can only be removed.
     pub inconsistent: bool,
-    /// Since when it lacks changes, in seconds since 1970-01-01 UTC, where this server had to give
-    /// it up.
+    /// The time since which it lacks changes, in seconds since 1970-01-01 UTC, if this server could
+    /// not record them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lacks_changes_since: Option<u64>,
     /// Whether NBD clients may ask for it: it cannot be removed.

@@ -32,9 +32,9 @@ use crate::running::reload;
 use crate::running::room::{set_threshold, set_write_threshold};
 use crate::running::{Refreshed, Running, RunningDisk, RunningExport};
 
-/// Executes a request that changes or queries disks, exports or jobs. `server` handles requests
-/// about the connection or the process. A long call stops soon after `is_cancelled` returns true,
-/// if the call can still be cancelled.
+/// Executes a request that changes or queries disks, exports or jobs. The module `server` handles
+/// `event.*` and `server.upgrade`. A long call stops soon after `is_cancelled` returns true, if the
+/// call can still be cancelled.
 pub fn call<'a>(
     running: &'a Running,
     answers: &'a Answers,

@@ -22,12 +22,11 @@ pub struct JobParams {
 pub enum JobKind {
     /// Copies the disk to the target while the guest goes on.
     Mirror,
-    /// Copies what the disk's image has into its backing file while the guest goes on; or what
-    /// layers behind it, from `top` on, have into `base`, which takes their place.
+    /// Copies the data of the disk's image into its backing file while the guest continues. With a
+    /// layer as `top`: merges the layers from `top` down into `base`, which takes their place.
     Commit,
-    /// Copies what the disk's image leaves to its backing file into the image while the guest goes
-    /// on, and detaches the backing file; or the backing files before `base`, which takes their
-    /// place.
+    /// Copies the data that the disk reads from its backing files into its image while the guest
+    /// continues, and detaches them. With `base`: only those above `base`, which takes their place.
     Stream,
 }
 
@@ -61,15 +60,15 @@ pub struct JobStartParams {
     /// Of a commit, the highest image that is merged: an absolute path, or the name that the chain
     /// has for it. Left out: that of the disk.
     pub top: Option<PathBuf>,
-    /// Of a stream, the backing file further down the chain that the image keeps; of a commit, the
-    /// one that gets what those from `top` down to it have: named as `top`. Left out: none; of a
-    /// commit, the backing file of the disk's image, and below another top the last one.
+    /// Of a stream, the backing file further down the chain that the image keeps; left out: none.
+    /// Of a commit, the image into which the others from `top` on are merged; left out: the disk's
+    /// backing file, or, if `top` is a layer, the last image of the chain. Named as `top`.
     pub base: Option<PathBuf>,
     /// Of a commit of layers, the base's name in the header of the image above `top`. Left out: its
     /// path.
     pub backing_file: Option<String>,
-    /// Of a commit, and of a stream to a base, whether the files that the chain has left are
-    /// removed. Refused where another image is known to stand on one of them.
+    /// Of a commit, and of a stream to a base, whether the files that are no longer in the chain
+    /// are removed. Refused where another image is known to stand on one of them.
     #[serde(default)]
     pub delete: bool,
     /// Of a mirror or a commit, whether the guest's writes wait for their copy: auto, background

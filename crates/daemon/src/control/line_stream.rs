@@ -11,7 +11,7 @@ use super::MAX_LINE;
 
 /// Maximum number of bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
-/// Maximum time for a peer to receive an answer.
+/// Maximum time for a peer to receive a line.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The lines that a peer sends.

@@ -1,8 +1,9 @@
 //! The serving side of the control socket.
 //!
-//! The server has its own loop, so counting an image's clusters does not delay guests' reads. All
-//! clients together take at most [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and one answer each.
-//! Requests in progress complete before the server ends, or before a hand-over.
+//! The server has its own loop, so counting an image's clusters does not delay guests' reads. At
+//! most [`MAX_CLIENTS`] clients each have at most two lines of [`MAX_LINE`] bytes, one answer and
+//! their unread events in memory. Requests in progress complete before the server ends, or before a
+//! hand-over.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -126,7 +127,7 @@ impl Control {
     }
 
     fn finish(self) -> Workers {
-        // Only the main thread executes upgrades. It runs this function, so waiting upgrades are
+        // The main thread executes upgrades, and executes none from now on. So waiting upgrades are
         // cancelled.
         self.upgrades.end();
         // The accept loop may have ended already.
@@ -248,7 +249,8 @@ async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
     }
 }
 
-/// Detects whether a client disconnects while its request is carried out.
+/// Detects whether a client disconnects while its request is carried out, unless the client has
+/// sent another line.
 async fn watch(
     lines: Pin<&mut Peekable<impl stream::Stream<Item = io::Result<Option<Frame>>>>>,
     writer: &LineWriter,

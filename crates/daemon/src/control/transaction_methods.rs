@@ -12,8 +12,8 @@ use super::bitmap_methods::{BitmapAddParams, BitmapMergeParams, BitmapParams};
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TransactionParams {
-    /// Changes of bitmaps, of one or several disks, each of which finds what those before it have
-    /// made.
+    /// Changes of bitmaps, of one or several disks, in this order: each change sees the results of
+    /// those before it.
     #[serde(default)]
     pub bitmaps: Vec<BitmapChangeParams>,
     /// Backups that begin.
@@ -29,13 +29,13 @@ pub struct BackupPartParams {
     pub disk: String,
     /// The name of the job that copies it, or, without `target-disk`, of the backup.
     pub name: String,
-    /// The disk of this server that a job copies it to: all of that is lost, or only what the
-    /// bitmap says. Left out: `export.add` serves the disk as it was, which is called
-    /// DISK@NAME, until `backup.end`.
+    /// The disk of this server to which a job copies it. The job overwrites all of that disk, or
+    /// with `bitmap` only the ranges that the bitmap marks. Left out: `export.add` serves the disk
+    /// as it was, which is called DISK@NAME, until `backup.end`.
     pub target_disk: Option<String>,
     /// The bitmap that says what a job copies. Left out: all.
     pub bitmap: Option<String>,
-    /// Whether this bitmap says what has changed since the moment, when the job is complete.
+    /// Whether, when the job is complete, the bitmap has only the changes since the backup began.
     #[serde(default)]
     pub sync_bitmap: bool,
     /// Without `target-disk`, the folder of the scratch file, an absolute path. Left out: that of

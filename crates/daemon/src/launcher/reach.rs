@@ -140,10 +140,10 @@ impl Mounts {
 
     /// Whether a process that can write below `folder` can change the file at `path`: the file is
     /// below `folder` in its file system, or in a file system that is mounted below `folder`. Both
-    /// paths are canonical. Also true if that cannot be determined.
+    /// paths are canonical. Also true if the location of the file is unknown.
     fn reaches(&self, folder: &Path, path: &Path) -> bool {
         let Some(place) = self.place(path) else { return true };
-        // A folder that no longer exists cannot be written.
+        // If the location of the folder is unknown, only the mounts below the folder count.
         self.are_below(folder, self.place(folder), &place)
     }
 

@@ -1,8 +1,8 @@
 //! The stream of the page (Server-Sent Events), and sending to clients of the metrics.
 //!
 //! Guarantees: one snapshot a second, and each event of the server when it happens; without a
-//! client no metrics are read. A client that receives nothing for [`TIMEOUT`] is disconnected, so
-//! each has at most one message in memory.
+//! client no metrics are read. A client that does not receive a message within [`TIMEOUT`] is
+//! disconnected, so each has at most one message in memory.
 
 use std::pin::pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

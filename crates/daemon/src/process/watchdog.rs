@@ -1,4 +1,5 @@
-//! The service manager's watchdog: this server sends it messages as long as every event loop runs.
+//! The service manager's watchdog: this server sends it messages as long as each of its loops for
+//! guests runs.
 //!
 //! Guarantee: before each message (`WATCHDOG=1`, sd_notify(3)) every loop has run a task that was
 //! submitted after the previous message. So while a loop hangs no message is sent, and the service

@@ -1,5 +1,5 @@
 //! The counters of a disk, handed over so that none decreases. The keys are the labels of the
-//! metrics. A counter that this version does not know is ignored.
+//! metrics. A counter with a label that this version does not know is ignored.
 
 use std::time::Duration;
 
