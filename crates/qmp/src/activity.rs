@@ -31,7 +31,7 @@ pub(super) async fn set_active(context: &Rc<Context>, mut given: Arguments) -> R
     Ok(json!({}))
 }
 
-/// The disk to change for a node; `None` if the node is in that state already.
+/// The disk to change for a node; `None` if the node is below another one and is in that state.
 fn disk_to_change(
     context: &Context,
     name: &str,

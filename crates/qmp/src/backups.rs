@@ -168,7 +168,7 @@ fn pull(
     Ok(Pull { disk, target, frozen, has_ended: false })
 }
 
-/// Ends a backup that clients read. Returns false if no backup has this name.
+/// Ends a backup that clients read. Returns false if no such backup has this name.
 pub(super) async fn end(context: &Context, name: &str) -> Result<bool, QmpError> {
     let Some(pull) = context.state.borrow().pulls.get(name).cloned() else { return Ok(false) };
     context.call("backup.end", json!({ "backup": name })).await?;

@@ -1,4 +1,4 @@
-//! The commands, each with the methods of the control socket that it calls.
+//! The commands, each with the methods of the control socket that it requires.
 
 use std::rc::Rc;
 
@@ -26,7 +26,7 @@ const EVERYTHING: &str = "everything";
 /// A command.
 pub(super) struct Command {
     name: &'static str,
-    /// The methods that it calls.
+    /// The methods that a socket must answer to have it.
     calls: &'static [&'static str],
     /// Executes the command.
     pub(super) run: Run,

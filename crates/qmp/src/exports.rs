@@ -187,8 +187,8 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
 
 const OF_TWO_NODES: &str = "An export has bitmaps of one node here, and these are of two";
 
-/// Bitmaps that an export copies, and the disk that has them, if that is not the source of the
-/// backup that it serves.
+/// Bitmaps that an export offers besides those that its disk was opened with. `of`: the disk that
+/// has them, if it is neither the export's disk nor the source of the backup that is served.
 #[derive(Default)]
 struct Taken {
     names: Vec<String>,

@@ -103,8 +103,8 @@ pub(super) async fn change_group(
     Ok(())
 }
 
-/// A name that no client can choose, as QEMU generates for a node without a name. It is generated
-/// once.
+/// A name that no client can choose, as QEMU generates for a node without a name. Each call returns
+/// another name.
 pub(super) fn implicit_name(context: &Context) -> String {
     let mut state = context.state.borrow_mut();
     state.implicit_nodes += 1;

@@ -7,7 +7,7 @@ use super::context::Context;
 use super::errors::QmpError;
 use super::state::{Pending, Pull};
 
-/// QEMU's statuses of a job that has not ended.
+/// QEMU's statuses of a job that has not ended and does not wait for `job-finalize`.
 pub(super) const ACTIVE: &[&str] = &["running", "paused", "ready", "standby"];
 
 /// A job, with the keys of `job.list`.

@@ -1,6 +1,6 @@
 //! Commands for jobs. Only jobs that are asked to complete can have `auto-finalize` `false`. Until
-//! `job-finalize` such a job goes on as a ready one: the guest's changes are not held off, as they
-//! are in QEMU.
+//! `job-finalize` such a job goes on as a ready one. QEMU holds the guest's changes off meanwhile;
+//! this server does not.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};

@@ -137,8 +137,8 @@ fn limits(given: &mut Arguments) -> Result<Map<String, Value>, QmpError> {
     Ok(limits)
 }
 
-/// TLS credentials: for the server itself, which has set up TLS at its start from the object of the
-/// command line, or for its nodes of other servers' exports.
+/// TLS credentials: of the server itself, or of a node that is another server's export. The server
+/// has set up its TLS at the start, from the object of the command line.
 fn tls(context: &Context, kind: &str, id: &str, given: &mut Arguments) -> Result<Object, QmpError> {
     given.only("priority", &[], "the ciphers are those of TLS 1.2 and 1.3")?;
     given.only("passwordid", &[], "the key is a file without a passphrase")?;

@@ -62,8 +62,8 @@ pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Retur
     Ok(json!({}))
 }
 
-/// Refuses to make an active disk read-only that clients may write to. (`disk.set` refuses an
-/// inactive one.)
+/// Refuses to make an active disk read-only if clients may write to it. (`disk.set` refuses an
+/// inactive disk.)
 fn check_exports(context: &Context, name: &str, disk: &str) -> Result<(), QmpError> {
     let is_active =
         context.running.disks().find(disk).is_some_and(|running| !is_inactive(&running.disk));

@@ -43,8 +43,9 @@ struct Messages {
 }
 
 impl Messages {
-    /// The next message; `None` when the client has closed the connection. The future must not be
-    /// dropped before it completes, because received bytes would be lost.
+    /// The next message; `None` when the client has closed the connection, or after a message past
+    /// the limits. The future must not be dropped before it completes, because received bytes would
+    /// be lost.
     async fn next(&mut self) -> io::Result<Option<Message>> {
         loop {
             if let Some(message) = self.reader.next() {
@@ -70,7 +71,8 @@ impl Messages {
 }
 
 impl Client {
-    /// Waits for the next event. `None`: the session gets no events.
+    /// Waits for the next event, before the negotiation forever. `None`: the client was too slow or
+    /// events were lost, so the session ends.
     async fn next_event(&mut self) -> Option<Value> {
         match &mut self.events {
             Some(events) => events.next().await,

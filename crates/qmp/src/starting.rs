@@ -80,7 +80,7 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
         // QEMU commits to the end of the chain.
         (None, None) => chain.files.len() - 1,
     };
-    // The job refuses an image without a backing file.
+    // An image without a backing file has `base` and `top` 0: the job refuses it.
     if base == top && top > 0 {
         return Err(QmpError::generic("cannot commit an image into itself"));
     }

@@ -1,8 +1,8 @@
 //! The lexer of QMP's JSON: the tokens of RFC 8259, and strings in single quotes as in QEMU.
 //!
 //! The input is a byte stream; a line break is only whitespace. An unexpected byte is reported as
-//! an error. As in QEMU, bytes are then skipped up to one of `{}[],:`, a control character except
-//! tab, 0xfe or 0xff. Guarantee: a token has fewer than [`MAX_TEXT`] bytes.
+//! an error. As in QEMU, bytes are then skipped up to one of `{}[],:`, 0xfe, 0xff, or a byte below
+//! 0x20 that is not a tab. Guarantee: a token has fewer than [`MAX_TEXT`] bytes.
 
 /// A token of this many bytes is rejected.
 pub(super) const MAX_TEXT: usize = 64 << 10;

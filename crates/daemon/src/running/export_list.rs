@@ -2,7 +2,8 @@
 //! vhost-user-blk devices (`devices`), and as block devices of this host (`ublk_devices`).
 //!
 //! Guarantee: an export is listed from the start of its service until it no longer serves any
-//! request. A task that adds or removes an export has claimed the export's disk and socket.
+//! request. A task that adds or removes an export has claimed the export's disk and socket, except
+//! when another program has removed a ublk device.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;

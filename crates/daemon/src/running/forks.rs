@@ -114,13 +114,14 @@ fn plan<'a>(
     overlay.iter().try_for_each(|path| running.sandbox().check(path))?;
     let (options, children) = children_of(running, disk, setup)?;
     let is_overlay_made = setup.made && setup.overlay.is_some();
-    // Without children a fork is a moment to roll back to.
+    // A fork without children is for a rollback, so it makes an overlay of its own.
     let may_share_layer = setup.overlay.is_none() && overlay.is_some() && !children.is_empty();
     let disk = &*disk.disk;
     Ok(ForkOf { disk, options, overlay, is_overlay_made, may_share_layer, children })
 }
 
-/// Refuses a disk that an overlay would not find again by the name of its image.
+/// Refuses a disk whose content is not found by the name of its image alone, because an overlay
+/// has only that name.
 fn check_by_name(disk: &RunningDisk) -> Result<()> {
     if disk.setup.data_file.is_some() {
         bail!(

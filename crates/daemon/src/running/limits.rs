@@ -63,8 +63,8 @@ impl DiskList {
     }
 
     /// Gives a disk other limits, or none. Limits of a group apply to all its disks. If only a
-    /// group is named, the disk joins it, and the group keeps its limits. The caller has claimed a
-    /// served disk.
+    /// group is named, the disk joins it, and the group keeps its limits. If the disk is served,
+    /// the caller has claimed it.
     ///
     /// # Errors
     /// There is no group to join.

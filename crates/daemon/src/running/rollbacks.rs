@@ -61,7 +61,8 @@ fn check_unused(running: &Running, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Refuses to change the layers at these depths of a disk's chain if one has other overlays.
+/// Refuses to change the layers at these depths of a disk's chain if another disk of this server
+/// reads one of them.
 pub(crate) fn check_nobody_stands(
     running: &Running,
     disk: &RunningDisk,

@@ -10,7 +10,7 @@ use blockhouse_engine::sleep;
 use super::Running;
 use super::disk::RunningDisk;
 
-/// The interval of the checks of free space.
+/// The interval of the checks of both kinds of thresholds.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// Sets the free space below which a disk causes an event; `None`: no event.

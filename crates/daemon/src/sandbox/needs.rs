@@ -18,8 +18,8 @@ const LISTENING: [u32; 1] = [10];
 /// The actions that must be possible while the server runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Needs {
-    /// Opening files by path: TLS files at a reload, the pid file at the end, and all files opened
-    /// on request.
+    /// Opening files by path: TLS files at a reload, the pid file at the end, files that a
+    /// connection needs (name resolution, Ceph, TLS), and all files opened on request.
     pub(crate) opens: bool,
     /// Opening further disks and exports at a user's request (control socket, configuration).
     pub(crate) changes: bool,

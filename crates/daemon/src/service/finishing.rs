@@ -1,9 +1,9 @@
 //! The end of requests in flight, in bounded time.
 //!
 //! Accepted requests complete and are answered. A request whose storage does not answer cannot
-//! complete, but does not delay the end of the server or the closing of other disks. The disk of
-//! such a request is flushed, so that all acknowledged changes are durable, but not closed, because
-//! requests in flight may still change it. So the image looks as after a kill.
+//! complete: the server waits for it for a limited time, and then closes the other disks. The disk
+//! of such a request is flushed, so that all acknowledged changes are durable, but not closed,
+//! because requests in flight may still change it. So the image looks as after a kill.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
