@@ -1,6 +1,6 @@
 //! The durability that a caller may ask of a write, and that a storage can give.
 //!
-//! The two guarantees, datasync and full sync, are different, and neither replaces the other:
+//! Of the two guarantees, full sync includes datasync, and datasync does not replace full sync.
 //! `open(2)` calls them `O_DSYNC` and `O_SYNC`, POSIX "synchronized I/O data integrity completion"
 //! and "file integrity completion".
 

@@ -13,8 +13,8 @@ use crate::{Secret, SectorCipher, hash, stripes};
 
 /// The minimum number of iterations of a slot and of a digest, as in cryptsetup.
 const MIN_ITERATIONS: u32 = 1000;
-/// The maximum: a slot, with two rounds an iteration, stays within a quarter of the limit for a
-/// header.
+/// The maximum number. With two rounds an iteration, a slot needs at most a quarter of the rounds
+/// that [`unlock`](crate::unlock) does for a header.
 const MAX_ITERATIONS: u32 = 1 << 24;
 /// Iterations by which the machine's speed is measured.
 const SAMPLE: u32 = 1 << 14;
@@ -74,7 +74,7 @@ fn build(secret: &Secret, work: KeyWork) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// How many iterations take about `time` on this machine.
+/// How many iterations for a key of [`NewLuks`] take about `time` on this machine.
 pub(crate) fn iterations_for(secret: &Secret, time: Duration) -> u32 {
     let mut key = [0; NewLuks::KEY];
     let start = Instant::now();

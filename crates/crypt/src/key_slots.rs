@@ -15,9 +15,10 @@ use crate::unlock::open_slot;
 use crate::{Secret, SectorCipher, hash, stripes};
 
 /// The numbers of the key slots that a secret opens. `areas` are as for [`unlock`](crate::unlock).
+/// Slots with unsupported features are skipped.
 ///
 /// # Errors
-/// `Unsupported` if a slot needs too much work or an unsupported feature.
+/// `Unsupported` if a slot cannot be tried: it needs too much work, or there is no memory for it.
 pub fn slots_of(header: &LuksHeader, areas: &[Vec<u8>], secret: &Secret) -> Result<Vec<u32>> {
     let mut work = Work::new();
     let mut found = Vec::new();

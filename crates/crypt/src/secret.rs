@@ -26,7 +26,7 @@ impl Secret {
     /// Reads a passphrase as a person types it: the first line of a file, without its line feed.
     ///
     /// # Errors
-    /// As [`from_key_file`](Self::from_key_file).
+    /// As [`from_key_file`](Self::from_key_file); also if the first line is empty.
     pub fn from_passphrase_file(path: &Path) -> Result<Self> {
         let mut secret = read(path)?;
         let line = secret.0.iter().position(|&byte| byte == b'\n');

@@ -17,7 +17,7 @@ use crate::{Secret, SectorCipher, stripes};
 ///
 /// # Errors
 /// `Unsupported` when no secret opens a slot, also if slots could not be tried or exceed the
-/// limits.
+/// limits; the kernel's error if it has no memory for the disk's key.
 pub fn unlock(
     header: &LuksHeader,
     areas: &[Vec<u8>],

@@ -13,8 +13,8 @@ use crate::{Concat, NbdStorage, NullStorage, RbdStorage, ViewStorage};
 
 /// A file, or an image or export on another server or cluster.
 ///
-/// An operation of a file allocates no future. The futures of the storages except the null device
-/// are boxed, so that they do not make the future of a file's operation larger.
+/// An operation of a file or of the null device allocates no future. The futures of the other
+/// storages are boxed, so that they do not make the future of a file's operation larger.
 pub enum ImageStorage {
     /// A file or block device of this host.
     File(HostFile),

@@ -2,7 +2,7 @@
 //! sent.
 //!
 //! Guarantee: nothing here waits. A read fails with `WouldBlock` if no bytes are there; a write
-//! always accepts all bytes.
+//! accepts all bytes, or fails with ENOMEM.
 
 use std::io::{self, ErrorKind, Read, Write};
 

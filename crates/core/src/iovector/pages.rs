@@ -7,8 +7,8 @@
 //! only after the vector has *left* the pages.
 //!
 //! Guarantee: no function of [`IoVector`] gives access to memory whose bytes are in the pages. Each
-//! makes the vector leave them first: the bytes of a write are copied into the memory; of a read it
-//! is noted that the memory gets them. So code that does not know of pages is correct.
+//! makes the vector leave them first: it copies the bytes of a write into the memory, and records
+//! that the memory gets the bytes of a read. So code that does not know of pages is correct.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};

@@ -3,7 +3,7 @@
 //! Bucket 0 has all durations up to 1 microsecond. Then each power of two is divided into four
 //! buckets of equal width, up to 2^27 microseconds (134 s). The last bucket has everything longer.
 //! A bucket includes its upper bound, as those of OpenMetrics do (`le`). So the error of a quantile
-//! is at most a quarter.
+//! above 1 microsecond is at most a quarter.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -128,9 +128,9 @@ impl HistogramReading {
         &self.buckets
     }
 
-    /// The upper bound of the bucket that has the quantile (0.99 is the 99th percentile): at most a
-    /// quarter more than the quantile itself. `None` if nothing was recorded, or if the quantile
-    /// exceeds all bounds.
+    /// The upper bound of the bucket that has the quantile (0.99 is the 99th percentile). Above 1
+    /// microsecond, the bound is at most a quarter more than the quantile itself. `None` if nothing
+    /// was recorded, or if the quantile exceeds all bounds.
     pub fn quantile(&self, quantile: f64) -> Option<Duration> {
         let rank = ((self.count() as f64 * quantile).ceil() as u64).max(1);
         let mut seen = 0;

@@ -12,8 +12,8 @@ use crate::{Result, WorkBudget};
 ///
 /// A caller whose request must not access the disk or its memory after the reply relies on this.
 /// After a failure `has_failed` is set, so that the stream can end; futures that it still yields
-/// are run. Between completions it yields if `budget` is spent; the futures charge their work to
-/// `budget`.
+/// are run. Between completions other tasks run if `budget` is spent; the futures charge their work
+/// to `budget`.
 ///
 /// # Errors
 /// The first one in order of completion.

@@ -101,9 +101,9 @@ async fn run(
     }
 }
 
-/// Opens another stream to the same export. Requests wait for the stream for the reconnect time,
-/// then fail; the attempts continue. `None` if the connection is being closed, or if the reconnect
-/// time is zero.
+/// Opens another stream to the same export. Requests wait for the stream until the first attempt
+/// that fails after the reconnect time, then fail; the attempts continue. `None` if the connection
+/// is being closed, or if the reconnect time is zero.
 async fn reconnect(transmission: &Transmission) -> Option<Link> {
     let failure = transmission.take_link_failure();
     let dial = transmission.dial();

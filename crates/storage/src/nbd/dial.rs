@@ -14,7 +14,8 @@ use super::link::Link;
 use super::refusal::Refusal;
 use super::tls::ClientTls;
 
-/// Time limit for connecting. The handshake has another limit of the same length.
+/// Time limit for connecting to one address of the server; the name look-up has none. The handshake
+/// has another limit of the same length.
 pub(super) const CONNECT_TIME: Duration = Duration::from_secs(30);
 
 /// A server's address, and the TLS parameters.
@@ -89,8 +90,8 @@ impl Dial {
 }
 
 /// Connects, and negotiates the export. If the server ends two connections at the first option, it
-/// may not know the option: connects again and negotiates by EXPORT_NAME alone. One end may also be
-/// a restart of the server; EXPORT_NAME would then leave the export without FUA and block status.
+/// may not know the option: connects again and negotiates by EXPORT_NAME alone. Reason for two: one
+/// may end because the server restarts, and EXPORT_NAME gives neither block status nor block sizes.
 async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negotiated)> {
     let mut outcome = attempt(way, name, context, false).await?;
     for is_plain in [false, true] {

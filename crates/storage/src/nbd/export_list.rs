@@ -26,7 +26,7 @@ use super::tls::ClientTls;
 pub struct ListedExport {
     /// The export's name; empty for the default export.
     pub name: String,
-    /// A description for users, on one line; may be empty.
+    /// The server's description for users; may be empty, and may have any characters.
     pub description: String,
     /// The size in bytes, and the transmission flags including unknown ones; `None` if the server
     /// reports only names.
@@ -42,8 +42,8 @@ pub struct ListedExport {
 /// Lists the exports of the server of this URI, whose export name is ignored.
 ///
 /// # Errors
-/// The error, with the URI: there is no server, it has no list, it takes longer than 30 seconds, or
-/// TLS with it is not possible as the URI requests.
+/// The error, with the URI: there is no server, it has no list, connecting to one address or the
+/// exchange takes longer than 30 seconds, or TLS is not possible as the URI requests.
 ///
 /// # Panics
 /// Outside of an event loop.

@@ -41,8 +41,8 @@ impl Parts {
         }
     }
 
-    /// Takes the memory of `length` bytes at `offset` out. `None` if any of it has arrived already,
-    /// or if there are too many parts.
+    /// Takes the memory of `length` bytes at `offset` out. `None` if any of it was taken out before
+    /// or is not part of the read, or if there are too many parts.
     pub(super) fn take(&mut self, offset: u64, length: usize) -> Option<IoVector> {
         let end = offset.checked_add(length as u64)?;
         if self.filled.len() >= self.max_parts {

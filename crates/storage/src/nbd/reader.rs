@@ -214,7 +214,7 @@ impl Reader {
 
     /// Receives in bulk.
     async fn fill(&mut self) -> Result<(), End> {
-        // The parsed part is shorter than the buffer, so there is free memory.
+        // An incomplete header or short payload is staged, so the buffer has free memory.
         let free = self.lend_free();
         self.list.push(free);
         let count = self.receive().await?;

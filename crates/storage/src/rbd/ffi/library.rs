@@ -175,8 +175,8 @@ fn load(file: &str) -> Result<&'static Library, String> {
             "this program is linked statically and cannot load {file}; use the package for your distribution"
         ));
     }
-    // SAFETY: the initializers of Ceph's libraries have no demands on their caller, and none of
-    // their code ends before the process does.
+    // SAFETY: the initializers of Ceph's libraries have no demands on their caller, and the library
+    // is never unloaded.
     let library = unsafe { Library::new(file) };
     let install = "install Ceph's client library (Debian: librbd1, Fedora: librbd1)";
     // The loader's error for a file that the sandbox hides is the same as for a missing file.

@@ -22,8 +22,8 @@ impl<W: Waiter> Image<W> {
         let count = loop {
             let mut room = c_int::try_from(records.len()).unwrap_or(c_int::MAX);
             let list = self.rbd().rbd_snap_list;
-            // SAFETY: there is memory for that many records. One more than there are snapshots is
-            // filled, with a null name.
+            // SAFETY: there is memory for that many records. After the last snapshot librbd fills
+            // one more record, with a null name.
             let code = unsafe { list(self.handle, records.as_mut_ptr(), &raw mut room) };
             let needed = usize::try_from(room).unwrap_or(0);
             if code == -rustix::io::Errno::RANGE.raw_os_error() && needed > records.len() {
