@@ -1,6 +1,7 @@
 //! The server of a device: finds and ends the process that listens at a Unix socket.
 //!
-//! Guarantee: only the process that listens there is asked to end. The kernel names it, not a file.
+//! Guarantee: only the process that has called listen(2) for the socket is asked to end. The kernel
+//! names it, not a file.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -60,7 +61,7 @@ impl Server {
         let Ok(Some(process)) = peer_process(&client) else { return Ok(Found::Unknown) };
         let Some(listener) = Pid::from_raw(process) else { return Ok(Found::Unknown) };
         match pidfd_open(listener, PidfdFlags::empty()) {
-            // The server has ended meanwhile.
+            // The process has ended since it called listen(2).
             Err(Errno::SRCH) => Ok(Found::Ended),
             Err(error) => Err(cannot_end(process, error)),
             Ok(handle) => Ok(Found::Listens(Self { process, handle, socket: socket.to_owned() })),

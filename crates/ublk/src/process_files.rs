@@ -1,8 +1,8 @@
 //! The open files of a process, by `/proc`: which devices it serves, and whether it serves anything
 //! else.
 //!
-//! Guarantee: a file is treated as open only if `/proc` shows it. So no process is ended for a
-//! device that it may not have.
+//! Guarantee: a file is treated as open only if `/proc` shows it. So a process is ended for a
+//! device only if `/proc` shows that the process has the device open.
 
 use std::fs;
 use std::path::{Path, PathBuf};

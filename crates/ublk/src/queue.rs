@@ -66,8 +66,8 @@ impl DeviceQueue {
         Self { device, index, pages }
     }
 
-    /// The place of the data of the tag's next request. `memory` is not used for
-    /// pages.
+    /// The location of the data of the tag's next request. `memory` is not used if data stays in
+    /// the kernel's pages.
     fn data(&self, tag: u16, memory: IoVector) -> UblkData {
         match &self.pages {
             Some(pages) => pages.data(tag),
@@ -188,7 +188,8 @@ impl<T: Tags, S: Storage> Queue<T, S> {
             let is_read = matches!(command, Command::Read { .. });
             let page_use = if is_read { PageUse::Filled } else { PageUse::Stored };
             let vector = vector.in_pages(pages, page_use);
-            // Here an error is the request's; later the disk would meet it.
+            // The data is copied here, so that a failed copy fails the request before the disk gets
+            // it.
             let is_registered = descriptor.operation & UblkDescriptor::NOT_REGISTERED == 0;
             if !is_registered || !takes_kernel_pages(self.served.disk.image()) {
                 vector.leave_pages();

@@ -1,8 +1,8 @@
 //! Removing a device from outside of its server.
 //!
 //! Guarantees: only a process of this program that has the device open is asked to end. Unless the
-//! removal is forced, no device in use is removed, and no server that serves anything else is
-//! ended. When a served device has been removed, its server has ended: all its writes are in the
+//! removal is forced, no served device in use is removed, and no server that serves anything else
+//! is ended. When a served device has been removed, its server has ended: all its writes are in the
 //! image, and the image is not locked.
 
 use std::io::ErrorKind;
@@ -27,7 +27,8 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Which uses of a device do not prevent its removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detach {
-    /// No use: the device is removed only if nothing uses it and its server serves nothing else.
+    /// No use: a served device is removed only if nothing uses it and its server serves nothing
+    /// else.
     Unused,
     /// All uses: the device is removed in any case.
     Forced,
@@ -46,7 +47,7 @@ pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
         return remove_unserved(&mut control, id);
     }
     let server = Server::of(&control, &info).ok_or(in_use(&info))?;
-    // Held until the device is removed, so that nothing opens it exclusively meanwhile.
+    // Held until the server has ended, so that nothing opens the device exclusively meanwhile.
     let mut held = None;
     if how == Detach::Unused {
         server.check_alone(&info)?;

@@ -1,7 +1,7 @@
 //! Lets another thread pause a device's thread.
 //!
 //! Guarantees: a paused device stays paused until the thread that requested it resumes it, or ends.
-//! If a thread requests a pause but does not wait for it, nothing is blocked.
+//! If that thread drops its [`PendingPause`] without a wait, the device does not stay paused.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

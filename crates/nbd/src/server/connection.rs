@@ -1,7 +1,8 @@
 //! One client from accept to close.
 //!
 //! Events of a client are logged at `debug`, or at `info` if the client's operator can correct the
-//! cause. Reason: an untrusted client must not fill the log with warnings.
+//! cause; only ENOMEM is logged at `warn`. Reason: an untrusted client must not fill the log with
+//! warnings.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;
@@ -277,7 +278,8 @@ async fn receive(
     }
 }
 
-/// The exports of a socket, for one client. A name that does not exist is logged, once.
+/// The exports of a socket, for one client. The first refusal is logged: an unknown name, a client
+/// that is not allowed, or missing TLS.
 struct LoggedLookup<'a, S: Storage> {
     exports: &'a Exports<S>,
     peer: Peer,

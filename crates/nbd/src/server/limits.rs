@@ -33,9 +33,9 @@ pub struct Limits {
     /// requests wait in the socket.
     pub bytes: usize,
     /// Bytes of payloads in flight on all connections together. Half of the bytes are reserved, in
-    /// equal parts for the maximum number of connections. Connections share the other half; no
-    /// connection holds more of it than is left for all others. One request of each connection is
-    /// always admitted.
+    /// equal parts for the maximum number of connections. Connections share the other half; a
+    /// request waits while its connection would hold more of it than is left. One request of each
+    /// connection is always admitted.
     pub bytes_of_all: usize,
     /// The time that a drain leaves clients to receive their last replies.
     pub drain: Duration,

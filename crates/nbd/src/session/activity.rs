@@ -10,7 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 ///
 /// The connection's own thread writes this with plain stores, so a request needs no additional
 /// system call and no locked instruction. Other threads read it if the maximum number of
-/// connections is reached, or if an idle limit is set.
+/// connections is reached.
 pub struct Activity {
     in_flight: AtomicUsize,
     /// When the last request completed, or else when the connection began, in milliseconds of

@@ -19,8 +19,8 @@ use crate::proto::{DIRTY, Framing, StatusFlags};
 /// request, as the protocol specifies.
 pub const REPLY_BYTES: usize = HEAD_ROOM + (16 << 10);
 
-/// Maximum number of extents that are looked up for a reply. The reply's memory alone would not
-/// limit this work, because adjacent extents of the same status share one descriptor.
+/// Maximum number of extents that are looked up for each context of a reply. The memory alone would
+/// not limit this work, because adjacent extents of the same status share one descriptor.
 const MAX_LOOKUPS: usize = 8192;
 
 /// Describes the range, which is not empty, in each of these contexts. If the range has more
@@ -73,8 +73,8 @@ async fn allocation<S: Storage>(
     runs(range, req_one, list, flags).await
 }
 
-/// Lists the runs of equal flags that `ask` returns for the first bytes of a range; only the first
-/// run if one is wanted.
+/// Lists the runs of equal flags in a range; only the first run if one is wanted. `ask` returns the
+/// flags of the first bytes of a range, and the number of these bytes.
 async fn runs(
     range: ByteRange,
     req_one: ReqOne,

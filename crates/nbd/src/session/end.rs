@@ -34,8 +34,8 @@ pub enum End {
     /// The client closed the connection in the middle of a request.
     #[error("the connection ended inside of a request")]
     Truncated,
-    /// Shutdown was requested, because the server ends or another client is admitted in place of
-    /// this one.
+    /// Shutdown was requested, for example because the server or the export ends, or another client
+    /// is admitted in place of this one.
     #[error("the server ended it")]
     Drained,
     /// The server requested a pause.

@@ -1,8 +1,8 @@
 //! Handlers: long-lived tasks, each of which executes one request at a time.
 //!
-//! A connection has as many handlers as its maximum of concurrent requests. A handler is started
-//! when it is first needed and runs until the connection ends, so a request needs no task and no
-//! allocation of its own.
+//! A connection has at most as many handlers as it may have requests in flight. A handler is
+//! started when it is first needed and runs until the connection ends, so a request needs no task
+//! and no allocation of its own.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

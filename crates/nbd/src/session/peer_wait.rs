@@ -4,7 +4,7 @@
 //! is detected within 1.25 times the limit; a client that makes progress is not. Progress is each
 //! receive, each part of a reply that the socket accepts, and each decrease of the socket's send
 //! queue. The send queue shows progress earliest, because the kernel accepts more data only when
-//! much of the queue is free, while a Unix socket frees it in units of up to 36 KiB, and TCP as the
+//! much of the queue is free. A Unix socket frees the queue in units of up to 36 KiB, TCP as the
 //! peer's window allows. An idle client is never detected here. The cost of a request is a few
 //! stores. A timer runs only while the connection is busy; it fires every quarter of the limit, and
 //! makes one system call if a reply waits to be sent.

@@ -19,7 +19,7 @@ const NONE: u8 = 0;
 const PAUSE: u8 = 1;
 const SHUTDOWN: u8 = 2;
 
-/// Requests that a connection read no further request.
+/// Tells a connection to read no further request.
 #[derive(Default)]
 pub struct ShutdownSignal {
     requested: AtomicU8,

@@ -1,11 +1,11 @@
 //! TLS for NBD connections: X.509 certificates or pre-shared keys, between the socket and the
 //! session.
 //!
-//! Guarantees: a client is served only after its handshake, with the identity proved in it. State
-//! from before the handshake is discarded. TLS sessions are never resumed and never renegotiated,
-//! so a credential that a reload revokes is refused on every later connection; the server ends the
-//! existing connections. A refusal is logged as one line that states what is wrong with the
-//! client's credentials.
+//! Guarantees: a client is served only after its handshake, with the identity proved in it. Options
+//! that were negotiated before the handshake are discarded. TLS sessions are never resumed and
+//! never renegotiated, so a credential that a reload revokes is refused on every later connection;
+//! the server ends the existing connections of this credential. A refusal is logged as one line
+//! that states what is wrong with the client's credentials.
 //!
 //! `blockhouse-tls` does the cryptography and no I/O; [`TlsChannel`] moves bytes between it and the
 //! socket. A connection without TLS has no channel; its additional cost is one test of an `Option`

@@ -1,9 +1,9 @@
 //! Limits the time that a loop spends on handshakes, because a signature may take milliseconds and
 //! untrusted clients can start any number of handshakes.
 //!
-//! Guarantee: each iteration of a loop runs at most one step of a handshake, and all steps take at
-//! most a quarter of the loop's time. The rest of the time is left for the loop's guests and
-//! clients. Handshakes run in the order of their arrival.
+//! After each step with received bytes, the next one waits for four times the mean duration of a
+//! step, so steps take about a quarter of the loop's time. The rest of the time is left for the
+//! loop's guests and clients. Steps run in the order in which their bytes arrive.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};

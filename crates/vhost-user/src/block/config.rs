@@ -91,7 +91,7 @@ fn change_features<S: Storage>(disk: &Disk<S>) -> u64 {
     }
 }
 
-/// Bytes of the configuration space; `None` if the range is not inside of it.
+/// Bytes of the configuration space; `None` if the range ends beyond `READABLE`.
 pub fn read<S: Storage>(
     disk: &Disk<S>,
     queues: u16,

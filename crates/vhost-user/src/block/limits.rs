@@ -6,10 +6,10 @@
 //! applies to every driver. A longer request fails with an I/O error and has no other effect.
 //!
 //! The limits do not slow down any known driver. Linux sends at most 4 MiB in a request unless told
-//! otherwise, and the largest request is as long as both limits allow. EDK2's driver accepts
-//! neither feature and sends each request of its caller as one request, up to 1 GiB in one buffer,
-//! for example a whole file. (QEMU's own device takes 2 GiB less a sector; SPDK announces 128 KiB
-//! in each of 126 buffers.)
+//! otherwise, and the largest request is longer than `size_max` and `seg_max` allow together.
+//! EDK2's driver accepts neither feature and sends each request of its caller as one request, up to
+//! 1 GiB in one buffer, for example a whole file. (QEMU's own device takes 2 GiB less a sector;
+//! SPDK announces 128 KiB in each of 126 buffers.)
 
 use blockhouse_core::InFlightLimits;
 use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX};

@@ -13,7 +13,7 @@ use crate::ring::{Buffers, Chain};
 /// Maximum ranges of one discard or zero write.
 pub const MAX_RANGES: u32 = 32;
 
-/// Maximum sectors of such a range: 2 GiB, as in QEMU's devices.
+/// Maximum sectors of such a range: 2 GiB less a sector, as in QEMU's devices.
 pub const MAX_SECTORS: u32 = (1 << 22) - 1;
 
 /// Bytes of a range: sector, count of sectors, flags (`struct virtio_blk_discard_write_zeroes`).

@@ -1,5 +1,5 @@
-//! The write cache mode. The mode that is reported to the guest is always the mode that is applied
-//! to its writes.
+//! The write cache mode. The mode that is reported to the guest is applied to its writes, except
+//! that all writes of a driver that cannot flush are durable.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

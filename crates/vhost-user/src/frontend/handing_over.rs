@@ -25,10 +25,9 @@ use crate::device::{Device, RegisteredMemory};
 use crate::protocol::{BackendChannel, Result, feature, refused};
 
 impl<S: Storage + Send + Sync> Frontend<S> {
-    /// Ends all running queues until the deadline, and describes the current state.
-    /// [`resume`](Self::resume) follows, also after an error. `None` if the front-end has
-    /// disconnected, or if its memory can no longer be accessed, so that its connection is about to
-    /// end.
+    /// Ends all running queues by the deadline, and describes the current state.
+    /// [`resume`](Self::resume) follows, also after an error. `None` if the front-end's memory can
+    /// no longer be accessed, so that its connection is about to end; then no `resume` follows.
     pub fn pause(&mut self, deadline: Instant) -> Result<Option<PausedFrontend>, PauseError> {
         let running = |vring: &Vring| vring.is_running();
         self.paused = (0..self.vrings.len()).filter(|&at| running(&self.vrings[at])).collect();
@@ -110,7 +109,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
 }
 
 /// A front-end that paused in another process. Its memory is mapped and its state is checked, so
-/// the steps that remain cannot fail.
+/// the steps that remain fail only if no more descriptors are available.
 pub struct PreparedFrontend {
     stream: UnixStream,
     features: u64,

@@ -1,9 +1,10 @@
 //! The messages of the protocol (vhost-user specification, "Front-end message types").
 //!
-//! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A refusal is
-//! reported to the front-end if the protocol allows it (by `REPLY_ACK`, or the request's own
-//! reply), and the connection continues. The connection ends only if the front-end would otherwise
-//! assume that the message took effect.
+//! Guarantees: a message takes effect as a whole, or is refused and nothing changed. Exception: a
+//! ring keeps its kick, or stays enabled, even if its queue cannot start. A refusal is reported to
+//! the front-end if the protocol allows it (by `REPLY_ACK`, or the request's own reply), and the
+//! connection continues. The connection ends only if the front-end would otherwise assume that the
+//! message took effect.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

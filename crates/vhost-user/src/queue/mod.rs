@@ -6,10 +6,10 @@
 //! and for commands of the device's thread, and publishes completed requests. While the loop is
 //! awake, the ring is polled and the guest need not kick.
 //!
-//! Guarantees: every request that was popped is executed to its end. One notification is sent for
-//! all requests that complete together; it is delayed only by other requests that complete inline.
-//! No request waits in the ring while the loop sleeps (the ring is read once more after kicks were
-//! enabled), except requests above the limit of a queue
+//! Guarantees: every request that was popped is executed to its end, unless its memory was lost.
+//! One notification covers several requests that complete together; it is delayed only by other
+//! requests that complete inline. No request waits in the ring while the loop sleeps (the ring is
+//! read once more after kicks were enabled), except requests above the limit of a queue
 //! ([`QUEUE_LIMITS`](crate::block::QUEUE_LIMITS)).
 
 mod call;

@@ -1,9 +1,9 @@
 //! Chains of descriptors (virtio 1.2, section 2.7.5), and the status byte at the end of a block
 //! request's chain.
 //!
-//! The driver may be hostile. A chain is walked once, with a bound on its length. A request with an
-//! invalid chain gets an error status; a chain without a status byte breaks the queue ([`Broken`]).
-//! No buffer outside of the guest's memory is used.
+//! The driver may be hostile. A chain is walked once, with a bound on its length. A request whose
+//! buffers are invalid gets an error status. A chain that cannot be followed, or has no status
+//! byte, breaks the queue ([`Broken`]). No buffer outside of the guest's memory is used.
 
 use blockhouse_engine::{GuestMemory, GuestRange, VolatileSlice};
 
