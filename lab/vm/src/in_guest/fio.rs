@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context, Result, bail};
 
 /// Bytes that are written.
-const SIZE: u64 = 32 << 20;
+const SIZE: u64 = 16 << 20;
 /// The number of writes.
 pub const WRITES: u64 = SIZE / 4096;
 const REPORT: &str = "/tmp/fio";
