@@ -8,9 +8,8 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use blockhouse_config::size;
 use blockhouse_core::{Buffer, Durability, Request, rare};
-use blockhouse_disk::{ImageDisk, ImageFormat, open};
+use blockhouse_disk::{ImageDisk, ImageFormat, LoadRequest, LoadSequence, open, send_load};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
-use futures_util::future::try_join_all;
 
 use crate::image_opts::ImageOptsArgs;
 use crate::open_args::{OpenArgs, TargetCacheArgs};
@@ -137,38 +136,21 @@ impl Arguments {
 impl Requests<'_> {
     /// Sends all requests, with a flush after each group of writes.
     async fn send(&self) -> Result<()> {
-        let Arguments { count, depth, flush_interval, no_drain, .. } = self.arguments;
-        let mut left = *count;
-        while left > 0 {
-            let group = flush_interval.filter(|_| !no_drain).unwrap_or(left).min(left);
-            self.left.set(group);
-            left -= group;
-            try_join_all((0..group.min(*depth)).map(|_| self.send_in_turns(left))).await?;
-            if flush_interval.is_some_and(|interval| interval == group) && !no_drain {
-                rare(self.disk.submit(Request::Flush)).await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Sends one request after the other until the group is complete; `later` requests follow the
-    /// group.
-    async fn send_in_turns(&self, later: u32) -> Result<()> {
-        let Arguments { buffer_size, write, pattern, flush_interval, no_drain, .. } =
+        let Arguments { count, depth, buffer_size, pattern, flush_interval, no_drain, .. } =
             self.arguments;
-        let mut buffer = Buffer::try_new(*buffer_size as usize)?;
-        buffer.bytes_mut().fill(*pattern);
-        while let Some(left) = self.left.get().checked_sub(1) {
-            self.left.set(left);
-            let offset = self.offset();
-            let request = if *write {
-                Request::Write { offset, from: buffer.lend(), durability: Durability::None }
-            } else {
-                Request::Read { offset, into: buffer.lend() }
-            };
-            rare(self.disk.submit(request)).await?;
-            let is_last = |interval: u32| (later + left).is_multiple_of(interval);
-            if *no_drain && flush_interval.is_some_and(is_last) {
+        let mut later = *count;
+        while later > 0 {
+            let group = flush_interval.filter(|_| !no_drain).unwrap_or(later).min(later);
+            self.left.set(group);
+            later -= group;
+            let mut sequences: Vec<(Box<dyn LoadSequence>, _)> = Vec::new();
+            for _ in 0..group.min(*depth) {
+                let mut buffer = Buffer::try_new(*buffer_size as usize)?;
+                buffer.bytes_mut().fill(*pattern);
+                sequences.push((Box::new(Sequence { requests: self, later }), buffer));
+            }
+            rare(send_load(self.disk, sequences)).await?;
+            if flush_interval.is_some_and(|interval| interval == group) && !no_drain {
                 rare(self.disk.submit(Request::Flush)).await?;
             }
         }
@@ -184,5 +166,25 @@ impl Requests<'_> {
         let has_room = next.saturating_add(*buffer_size) <= self.disk.size();
         self.next.set(if has_room { next } else { 0 });
         offset
+    }
+}
+
+/// Requests of a group, one after the other; `later` requests follow the group.
+struct Sequence<'a> {
+    requests: &'a Requests<'a>,
+    later: u32,
+}
+
+impl LoadSequence for Sequence<'_> {
+    fn next_request(&mut self) -> Option<LoadRequest> {
+        let Arguments { write, flush_interval, no_drain, .. } = self.requests.arguments;
+        let left = self.requests.left.get().checked_sub(1)?;
+        self.requests.left.set(left);
+        let is_last = |interval: u32| (self.later + left).is_multiple_of(interval);
+        Some(LoadRequest {
+            offset: self.requests.offset(),
+            write: write.then_some(Durability::None),
+            then_flush: *no_drain && flush_interval.is_some_and(is_last),
+        })
     }
 }

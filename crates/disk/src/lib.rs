@@ -120,10 +120,11 @@ pub use throttle::{
     Burst, LiftGuard, MAX_RATE, RateLimits, Throttle, ThrottleGroup, ThrottleStats,
 };
 pub use tools::{
-    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, LayerCommit, MARK_BYTES,
-    NewImage, RangeCopy, STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked,
-    commit_overlay, copy_stream, first_status_difference, mark_incomplete, prepare_rebase,
-    rename_data_file, set_backing_file, take_space, warn_of_mark,
+    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, LayerCommit,
+    LoadRequest, LoadSequence, MARK_BYTES, NewImage, RangeCopy, STREAM_PIECE, StreamOptions,
+    TargetContent, amend, check_not_marked, commit_overlay, copy_stream, first_status_difference,
+    mark_incomplete, prepare_rebase, rename_data_file, send_load, set_backing_file, take_space,
+    warn_of_mark,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::{BackedRange, CompressResult};

@@ -2,8 +2,8 @@
 //!
 //! A generic function is compiled where its types are known: without this crate, in each crate that
 //! opens a [`Disk`](blockhouse_disk::Disk), with the optimization of that crate. The crates above
-//! are compiled with little or no optimization, because they hand requests to the path one by one
-//! only in `bench` and at the ends of a copy.
+//! are compiled without optimization, because they hand requests to the path one by one only at the
+//! ends of a copy.
 //!
 //! The crates above use the copy of a function that is compiled here under two conditions. The
 //! function is never inlined: [`rare`] is not, and the long-lived and the rare futures of the path
@@ -22,7 +22,7 @@ use blockhouse_disk::{
     Compress, CopyJob, ImageDisk, NewBitmap, QuiescedDisk, RangeCopy, StreamOptions, VmStateReader,
     VmStateWriter, amend, change_bitmaps, check_not_marked, commit_overlay, copy_stream,
     first_status_difference, flush_ahead, mark_incomplete, prepare_rebase, rename_data_file,
-    set_backing_file, take_space, warn_of_mark,
+    send_load, set_backing_file, take_space, warn_of_mark,
 };
 use blockhouse_engine::{Handle, Listener, Stream};
 use blockhouse_format::SpaceMode;
@@ -92,6 +92,7 @@ pub fn tools<'a>(
 ) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         rare(disk.submit(request)).await?;
+        rare(send_load(disk, Vec::new())).await?;
         disk.flush().await?;
         copy.work().await?;
         compare.work().await?;

@@ -9,10 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_core::{Buffer, Durability, Request, Storage, rare};
-use blockhouse_disk::Disk;
+use blockhouse_core::{Buffer, Durability, Storage, rare};
+use blockhouse_disk::{Disk, LoadRequest, LoadSequence, send_load};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
-use futures_util::future::try_join_all;
 use hdrhistogram::Histogram;
 use rustix::time::ClockId;
 
@@ -275,58 +274,58 @@ fn new_loop(setup: LoopSetup<'_>) -> Result<EventLoop> {
 /// The first error of the disk.
 pub async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<Histogram<u64>> {
     let latency = RefCell::new(new_histogram());
-    let begin = (shared.clock)();
     let first = job * shared.load.depth;
-    let loops = (first..first + shared.load.depth)
-        .map(|index| request_loop(shared, index, begin, &latency));
-    try_join_all(loops).await?;
+    let sequences = (first..first + shared.load.depth).map(|index| {
+        let mut random = fastrand::Rng::with_seed(index as u64);
+        let mut buffer = Buffer::new(shared.load.block);
+        random.fill(buffer.bytes_mut());
+        let begin = (shared.clock)();
+        let sequence = Sequence { shared, latency: &latency, random, begin, start: begin };
+        (Box::new(sequence) as Box<dyn LoadSequence>, buffer)
+    });
+    rare(send_load(shared.disk, sequences.collect())).await?;
     Ok(latency.into_inner())
 }
 
-async fn request_loop<S: Storage>(
-    shared: &Shared<'_, S>,
-    index: usize,
+/// The requests of a sample that are sent one after the other.
+struct Sequence<'a, S: Storage> {
+    shared: &'a Shared<'a, S>,
+    latency: &'a RefCell<Histogram<u64>>,
+    random: fastrand::Rng,
+    /// The time when the sequence began.
     begin: Duration,
-    latency: &RefCell<Histogram<u64>>,
-) -> Result<()> {
-    let load = shared.load;
-    let mut random = fastrand::Rng::with_seed(index as u64);
-    let mut buffer = Buffer::new(load.block);
-    random.fill(buffer.bytes_mut());
-    let blocks = load.span / load.block as u64;
-    while !shared.stop.is_asked() && (shared.clock)() - begin < shared.limits.time {
-        let number = shared.begun.fetch_add(1, Ordering::Relaxed);
-        if number >= shared.limits.requests {
-            break;
-        }
-        let block = match load.pattern {
-            Pattern::Sequential => number % blocks,
-            Pattern::Random => random.u64(..blocks),
-        };
-        let start = (shared.clock)();
-        one_request(shared.disk, load.work, block * load.block as u64, &mut buffer).await?;
-        let nanoseconds = u64::try_from(((shared.clock)() - start).as_nanos()).unwrap_or(u64::MAX);
-        latency.borrow_mut().record(nanoseconds.max(1)).expect("the histogram grows");
-    }
-    Ok(())
+    /// The time when its last request began.
+    start: Duration,
 }
 
-async fn one_request<S: Storage>(
-    disk: &Disk<S>,
-    work: Work,
-    offset: u64,
-    buffer: &mut Buffer,
-) -> blockhouse_core::Result<()> {
-    let durability = match work {
-        Work::Read => {
-            return rare(disk.submit(Request::Read { offset, into: buffer.lend() })).await;
+impl<S: Storage> LoadSequence for Sequence<'_, S> {
+    fn next_request(&mut self) -> Option<LoadRequest> {
+        let Shared { load, limits, stop, .. } = self.shared;
+        self.start = (self.shared.clock)();
+        if stop.is_asked() || self.start - self.begin >= limits.time {
+            return None;
         }
-        Work::Write | Work::WriteThenFlush => Durability::None,
-        Work::DurableWrite => Durability::Data,
-    };
-    rare(disk.submit(Request::Write { offset, from: buffer.lend(), durability })).await?;
-    match work {
-        Work::WriteThenFlush => disk.flush().await,
-        _ => Ok(()),
+        let number = self.shared.begun.fetch_add(1, Ordering::Relaxed);
+        if number >= limits.requests {
+            return None;
+        }
+        let blocks = load.span / load.block as u64;
+        let block = match load.pattern {
+            Pattern::Sequential => number % blocks,
+            Pattern::Random => self.random.u64(..blocks),
+        };
+        let write = match load.work {
+            Work::Read => None,
+            Work::Write | Work::WriteThenFlush => Some(Durability::None),
+            Work::DurableWrite => Some(Durability::Data),
+        };
+        let then_flush = load.work == Work::WriteThenFlush;
+        Some(LoadRequest { offset: block * load.block as u64, write, then_flush })
+    }
+
+    fn request_ended(&mut self) {
+        let nanoseconds = ((self.shared.clock)() - self.start).as_nanos();
+        let nanoseconds = u64::try_from(nanoseconds).unwrap_or(u64::MAX).max(1);
+        self.latency.borrow_mut().record(nanoseconds).expect("the histogram grows");
     }
 }
