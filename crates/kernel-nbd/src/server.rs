@@ -61,8 +61,8 @@ impl Server {
         let Ok(Some(process)) = peer_process(&client) else { return Ok(Found::Unknown) };
         let Some(listener) = Pid::from_raw(process) else { return Ok(Found::Unknown) };
         match pidfd_open(listener, PidfdFlags::empty()) {
-            // The process has ended since it called listen(2).
-            Err(Errno::SRCH) => Ok(Found::Ended),
+            // The process that called listen(2) has ended, and another one has answered.
+            Err(Errno::SRCH) => Ok(Found::Unknown),
             Err(error) => Err(cannot_end(process, error)),
             Ok(handle) => Ok(Found::Listens(Self { process, handle, socket: socket.to_owned() })),
         }

@@ -3,11 +3,11 @@
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::time::Duration;
 
-use blockhouse_engine::is_byte_locked;
+use blockhouse_engine::{is_byte_locked, peer_process};
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
 use blockhouse_tests::upgrade::{
     Load, REGION, Servers, fill, upgrade, upgrade_in_the_end, upgrade_under_load, verify,
@@ -364,6 +364,12 @@ fn a_signal_upgrades_and_the_service_manager_is_told() {
     assert_ne!(running, first);
     assert_eq!(main.trim(), format!("MAINPID={}", running.as_raw_nonzero()));
     assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]));
+    // The kernel names the server of the socket: `detach` ends that process.
+    let Address::Unix(socket) = server.address() else { panic!("not a Unix socket") };
+    let stream = UnixStream::connect(socket).expect("it listens");
+    let named = peer_process(&stream).expect("a name");
+    assert_eq!(named, Some(running.as_raw_nonzero().get()));
+    drop(stream);
     servers.stop();
     assert!(hear().contains("STOPPING=1"));
     drop(server);

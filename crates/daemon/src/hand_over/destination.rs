@@ -24,7 +24,7 @@ use blockhouse_config::setup::Setup;
 use blockhouse_disk::{Access, HandedFile, HandedOverDisk, StateUse};
 use blockhouse_engine::{OpenFiles, Stream, peer_process};
 use blockhouse_nbd::uri::Security;
-use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
+use blockhouse_nbd::{BACKLOG, BoundSocket, PausedSession, SocketFile};
 use blockhouse_ublk::HandedOverDevice;
 use blockhouse_vhost_user::{PreparedFrontend, RegisteredMemory};
 
@@ -457,6 +457,7 @@ fn prepare_all(
     Ok(prepared)
 }
 
+/// A listening socket of the source; called after this process has reported that it is the owner.
 fn bound(address: Address, socket: OwnedFd, file: Option<OwnedFd>) -> BoundSocket {
     let address = match address {
         Address::Tcp { host, port } => blockhouse_nbd::uri::Address::Tcp { host, port },
@@ -470,5 +471,10 @@ fn bound(address: Address, socket: OwnedFd, file: Option<OwnedFd>) -> BoundSocke
         }
         _ => None,
     };
+    if matches!(address, blockhouse_nbd::uri::Address::Unix(_)) {
+        // The kernel names this process to clients from now on (SO_PEERCRED), no longer the source.
+        // The socket listens already, so a failure loses only that.
+        let _ = rustix::net::listen(&socket, BACKLOG);
+    }
     BoundSocket { socket, address, file }
 }

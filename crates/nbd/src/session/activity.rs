@@ -1,6 +1,6 @@
 //! Whether a connection is busy, or since when it has been idle; other threads read this.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -39,21 +39,25 @@ impl Activity {
         if count == 0 {
             // The time is after `began`, even within one tick of the clock, because `is_unused`
             // compares the two.
-            self.idle_since.store(now().max(self.began + 1), Relaxed);
+            self.idle_since.store(now().max(self.began + 1), Ordering::Relaxed);
         }
-        self.in_flight.store(count, Relaxed);
+        self.in_flight.store(count, Ordering::Release);
     }
 
     /// Whether no request was received since the connection began.
     pub fn is_unused(&self) -> bool {
-        self.in_flight.load(Relaxed) == 0 && self.idle_since.load(Relaxed) == self.began
+        self.in_flight.load(Ordering::Relaxed) == 0
+            && self.idle_since.load(Ordering::Relaxed) == self.began
     }
 
     /// The time for which no request has been in flight; `None` while one is in flight.
     pub fn idle(&self) -> Option<Duration> {
-        let since = self.idle_since.load(Relaxed);
-        let is_idle = self.in_flight.load(Relaxed) == 0;
-        is_idle.then(|| Duration::from_millis(now().saturating_sub(since)))
+        // The time is read last: before that it may be of the request before one in flight.
+        let is_idle = self.in_flight.load(Ordering::Acquire) == 0;
+        is_idle.then(|| {
+            let since = self.idle_since.load(Ordering::Relaxed);
+            Duration::from_millis(now().saturating_sub(since))
+        })
     }
 }
 

@@ -57,11 +57,15 @@ impl TlsChannel {
         ssl.set_accept_state();
         let mut session = TlsSession::new(ssl, pool.clone()).map_err(library)?;
         let mut note = Note::default();
+        let mut has_input = false;
         loop {
             refusal::swap(&mut note);
             let begin = Instant::now();
             let step = session.handshake();
-            pace::took(begin.elapsed());
+            // Only steps with input wait. Others would make their mean duration too small.
+            if has_input {
+                pace::took(begin.elapsed());
+            }
             refusal::swap(&mut note);
             let output = session.take_output();
             match step {
@@ -77,6 +81,7 @@ impl TlsChannel {
                         return Err(AcceptError::Closed);
                     }
                     session.put_input(input, count);
+                    has_input = true;
                     // A step may compute for some milliseconds, so other tasks of the loop run
                     // before it.
                     match pace::wait() {

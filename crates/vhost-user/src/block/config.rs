@@ -40,14 +40,10 @@ const READ_ONLY: u64 = bit(VIRTIO_BLK_F_RO);
 /// A driver that accepted neither of these expects every write to be durable.
 pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
 
-/// The initial mode of the write cache for a driver with these features (virtio 1.2, section
-/// 5.2.5.2): writethrough if the driver may change the mode but cannot flush.
-pub fn initial_cache(features: u64) -> WriteCache {
-    if features & KNOWS_WRITE_CACHE == bit(VIRTIO_BLK_F_CONFIG_WCE) {
-        WriteCache::None
-    } else {
-        WriteCache::Volatile
-    }
+/// Whether the initial mode of the write cache is writethrough for a driver with these features,
+/// because the driver may change the mode but cannot flush (virtio 1.2, section 5.2.5.2).
+pub fn starts_writethrough(features: u64) -> bool {
+    features & KNOWS_WRITE_CACHE == bit(VIRTIO_BLK_F_CONFIG_WCE)
 }
 
 /// The current features of a device for this disk. Features for changing the disk are not offered

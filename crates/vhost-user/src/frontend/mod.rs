@@ -108,16 +108,14 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.vrings.iter_mut().for_each(|vring| vring.stop(mode));
     }
 
-    /// Resets the front-end to the state of a new connection, except its memory, in-flight area and
-    /// protocol features.
+    /// Resets the front-end to the state of a new connection, except its memory, in-flight area,
+    /// protocol features and write cache: QEMU goes on to report the mode that it set last.
     pub fn reset(&mut self) {
         self.stop_all(StopMode::Graceful);
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
         (self.features, self.is_cache_restored) = (0, false);
         self.log = DirtyLogging::default();
-        self.cache.set(WriteCache::Volatile);
         self.cache.set_driver_flushes(DriverFlushes::Yes);
-        self.keep_cache();
     }
 
     /// Sets the driver's features.
@@ -130,9 +128,11 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let is_negotiated = features & config::KNOWS_WRITE_CACHE;
         self.features = features;
         // The driver is a new one. If the cache's state was restored, the earlier driver continues
-        // after a restart of the server, and the state stays.
-        if was_negotiated != is_negotiated && !self.is_cache_restored {
-            self.cache.set(config::initial_cache(features));
+        // after a restart of the server, and the state stays. Only SET_CONFIG turns a cache on:
+        // a driver under QEMU that finds writethrough never flushes.
+        let is_new = was_negotiated != is_negotiated && !self.is_cache_restored;
+        if is_new && config::starts_writethrough(features) {
+            self.cache.set(WriteCache::None);
             self.keep_cache();
         }
         self.cache.set_driver_flushes(match is_negotiated {

@@ -20,7 +20,7 @@ pub enum Broken {
     /// A chain is longer than allowed, or endless.
     #[error("a chain of more than {0} descriptors")]
     Endless(usize),
-    /// An indirect table is inside of another one, or its descriptor also has `NEXT` or `WRITE`.
+    /// An indirect table is inside of another one, or its descriptor also has `NEXT`.
     #[error("an indirect table that virtio does not allow: flags {0:#x}, {1} bytes")]
     Indirect(u16, u32),
     /// Memory that the front-end shares can no longer be accessed, for example because its file was

@@ -184,7 +184,8 @@ fn indirect(memory: &GuestMemory, descriptor: Descriptor) -> Result<VolatileSlic
     let Descriptor { address, length, flags, .. } = descriptor;
     let entries = length as usize / DESCRIPTOR_BYTES;
     let fits = (1..=MAX_CHAIN).contains(&entries) && length == (entries * DESCRIPTOR_BYTES) as u32;
-    if flags & (NEXT | WRITE) != 0 || !fits {
+    // The device ignores WRITE here (virtio 1.2, section 2.7.5.3.2).
+    if flags & NEXT != 0 || !fits {
         return Err(Broken::Indirect(flags, length));
     }
     let view = memory.view(address, length as usize);
