@@ -118,7 +118,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let options = arguments.target_cache.apply(arguments.open.change_named(&named)?);
     let path = named.path;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    // The progress is 0 of 1 until the end, because the change is a single write.
+    // The progress is 0 of 1 until the end, because the changes report no progress.
     let work = || {
         event_loop.block_on(async {
             let disk = open(&path, options.for_purpose(Purpose::Image)).await?;

@@ -143,8 +143,8 @@ pub fn connect_as_qemu_nbd(words: Vec<OsString>, socket: &Path, number: u32) -> 
 /// connected is no error, as for qemu-nbd.
 ///
 /// # Errors
-/// The path names no device, or one that is in use: unlike qemu-nbd, nothing is taken from a file
-/// system that is mounted.
+/// The path names no device, or the device is in use. Unlike qemu-nbd, this function refuses a
+/// device with a mounted file system.
 pub fn disconnect_as_qemu_nbd(device: &Path) -> Result<()> {
     use blockhouse_kernel_nbd::{Detach, Error};
     let name = device.display();

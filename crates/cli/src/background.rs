@@ -1,10 +1,10 @@
 //! A server in the background: a process that keeps running after the command that started it ends.
 //!
-//! Guarantees: the command forwards the server's output until the server listens. If the server
-//! ends before that, the command ends with the server's exit status. A listening server has closed
-//! the standard output and error that it shared with the command, so a program that reads the
-//! command's output to its end does not wait for the server. The server is in a process group of
-//! its own, so that Ctrl-C does not end it. If the command ends before the server listens, the
+//! Guarantees: the command forwards the server's standard error until the server listens. If the
+//! server ends before that, the command ends with the server's exit status. A listening server has
+//! closed the standard output and error that it shared with the command, so a program that reads
+//! the command's output to its end does not wait for the server. The server is in a process group
+//! of its own, so that Ctrl-C does not end it. If the command ends before the server listens, the
 //! server ends, because it cannot report that it listens.
 
 use std::ffi::OsString;
@@ -100,7 +100,8 @@ impl Output {
         Some(Self { stdout, stderr, lines: Vec::new() })
     }
 
-    /// Forwards the output until the server listens; false if standard output ends before that.
+    /// Forwards standard error and collects standard output until the server listens; false if
+    /// standard output ends before that.
     fn pass_on_until_ready(&mut self) -> io::Result<bool> {
         loop {
             let [has_output, has_errors] = self.wait(None)?;

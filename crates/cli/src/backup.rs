@@ -2,8 +2,8 @@
 //!
 //! Guarantees: the target gets its name only when it is complete and durable; until then the file
 //! is `TARGET.part` in the same folder. An interrupted backup keeps the name `TARGET.part`, and
-//! `--resume` continues it: the command compares the copy with the source and copies ranges that
-//! differ again, so that no outdated data remains. An increment contains only whole clusters, and
+//! `--resume` continues it: the command compares the copy with the source and copies each range
+//! that differs, so that no outdated data remains. An increment contains only whole clusters, and
 //! its base is an ordinary backing file, so any program that reads qcow2 reads the other clusters
 //! from the base.
 

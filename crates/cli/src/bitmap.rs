@@ -283,8 +283,8 @@ async fn run_action(action: Action) -> Result<()> {
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
             match source_file {
                 Some(file) => {
-                    // The bitmap is copied, so it must be complete: a backup made with a bitmap
-                    // that lacks changes would lack them too.
+                    // This open fails if the file lacks acknowledged changes. Reason: its bitmap
+                    // would lack them too, and so would a backup made with the merged bitmap.
                     let options = image.access.open.read_image(&file, source_format, None)?;
                     let other = open(&file, options).await?;
                     disk.bitmaps().merge(&name, &other, &source).await?;

@@ -235,9 +235,9 @@ fn whole_nbd_option(word: &OsStr) -> Option<String> {
 }
 
 /// The words of qemu-nbd, with whole options and two changes. `-v`, which keeps qemu-nbd in the
-/// foreground, is removed, because `serve` stays there by default, and with `-c` always leaves it.
-/// `--snapshot` becomes `-s`, because the option `--snapshot` of `serve` has a value. Values of
-/// other options and the words after `--` are not changed.
+/// foreground, is removed: `serve` stays there by default, and `serve -c` never does. `--snapshot`
+/// becomes `-s`, because the option `--snapshot` of `serve` has a value. Values of other options
+/// and the words after `--` are not changed.
 fn words_of_nbd(words: &[OsString]) -> Vec<OsString> {
     let ours = nbd_words(words).filter_map(|(word, is_value)| match word.to_str() {
         Some("-v" | "--verbose") if !is_value => None,

@@ -144,7 +144,7 @@ async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome
         return Ok(Outcome::NotCheckable(format));
     }
     let report = disk.image().check_with(progress).await?.map(|report| match format {
-        // QEMU counts nothing of others.
+        // qemu-img counts the clusters of no other format.
         "qcow2" => report,
         _ if called_as::is_qemu_img() => CheckReport {
             end: 0,

@@ -4,8 +4,9 @@
 use blockhouse_disk::CheckReport;
 use blockhouse_format::qcow2::Finding;
 
-/// A line for each finding; after a repair, also a line for each repair. As in `qemu-img check`,
-/// bad references to a cluster come first.
+/// A line for each finding, without flags that follow from a wrong refcount. For a repair, each
+/// refcount has a line `Repairing` in addition, and each flag has only that line. As in `qemu-img
+/// check`, bad references to a cluster come first.
 pub fn lines(found: &CheckReport, is_repair: bool) -> Vec<String> {
     let is_late = |finding: &&Finding| {
         matches!(finding, Finding::Refcount { .. } | Finding::CopiedFlag { .. })

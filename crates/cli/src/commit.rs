@@ -66,7 +66,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if arguments.base.is_some() && backing.is_some() {
         bail!("{}: the base is given twice; leave -b or backing.* out", image.display());
     }
-    // The image names the base, unless the user does.
+    // Without `-b` the image itself names the file that is written.
     if format.is_none() && options.format.is_some() && arguments.base.is_none() {
         bail!(
             "{}: its format was found in the file, which its guest may have written, and commit writes to the file that it \

@@ -44,7 +44,7 @@ pub struct Arguments {
     /// The second image's format; left out, the file's name decides.
     #[arg(long, short = 'F', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     other_format: Option<ImageFormat>,
-    /// Different sizes count as a difference, and so do a hole, allocated zeros and data that is
+    /// Treat as different: images of different sizes, and a hole, allocated zeros and data that is
     /// zeros. Without it a longer image is the same if the rest is zeros.
     #[arg(long, short)]
     strict: bool,

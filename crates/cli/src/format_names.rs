@@ -12,7 +12,8 @@ use crate::called_as;
 /// The name that this program has for the format `vpc`, by the suffix of such files.
 const VHD: &str = "vhd";
 
-/// The command, whose options refuse names that QEMU does not have, under the name of a QEMU tool.
+/// The command. Under the name of a QEMU tool, its options refuse names of formats that QEMU does
+/// not have.
 pub fn restrict(command: Command) -> Command {
     if called_as::tool().is_some() { with_qemu_names(command) } else { command }
 }

@@ -1,5 +1,5 @@
-//! Commands and options of qemu-img and qemu-nbd that this command line does not have. The error of
-//! wrong usage names this program's own spelling.
+//! Commands and options of other programs that this command line does not have. The error of wrong
+//! usage names this program's own spelling.
 
 use std::num::ParseIntError;
 

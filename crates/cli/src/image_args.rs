@@ -136,7 +136,7 @@ impl ImageArgs {
     }
 }
 
-/// Whether commands open the file `name`, which a new image names, only with an option. If so,
+/// Whether later commands need an option to open the file `name`, which a new image names. If so,
 /// prints a message, except under the name of a QEMU tool.
 pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
     let plain = match str::from_utf8(name).ok().and_then(QemuName::of) {

@@ -93,7 +93,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let options = ImageOptions {
         cache: CacheMode::None,
         locking: look_locking(&image, options.locking == Locking::None),
-        // A missing file is reported as a fact, not as a warning.
+        // Missing changes are reported as a fact, so the open does not warn of them.
         state: StateUse::Off,
         ..options
     };

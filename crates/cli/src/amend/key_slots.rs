@@ -112,7 +112,7 @@ pub async fn run(
     if !called_as::is_qemu_img() {
         return Err(error.into());
     }
-    // qemu-img succeeds if the slot is inactive already.
+    // Under the name qemu-img, erasing a slot that is inactive already succeeds.
     if text.contains("is not in use") {
         return Ok(());
     }

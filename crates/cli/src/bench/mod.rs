@@ -1,8 +1,9 @@
 //! `blockhouse bench`: the gain of each optimization on this machine, measured on the production
 //! path.
 //!
-//! The command first prints how long it takes and how much it writes, and exceeds neither. It uses
-//! a new file, which it removes at the end, unless `--destroy-data` is given.
+//! The command first prints how long it takes and how much it writes at most. Only a slow fill of
+//! the disk or the last round can exceed the time. The command uses a new file, which it removes at
+//! the end, unless `--destroy-data` is given.
 
 mod device;
 mod load;
@@ -77,7 +78,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     show(arguments, &report)
 }
 
-/// Checks that the results can be written, before the measurement, which takes minutes.
+/// Checks that the folder of the results exists, before the measurement, which takes minutes. Does
+/// not check the permission to write.
 fn can_be_written(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     let folder = folder.unwrap_or(Path::new("."));

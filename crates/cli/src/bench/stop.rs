@@ -13,7 +13,8 @@ use signal_hook::iterator::Signals;
 
 use blockhouse_daemon::stop_request::StopRequest;
 
-/// Attempts to remove the folder. One may fail, because other threads may still add files to it.
+/// The maximum number of attempts to remove the folder. An attempt fails if another thread adds a
+/// file meanwhile.
 const ATTEMPTS: usize = 5;
 
 /// Whether a signal has asked the measurement to stop.

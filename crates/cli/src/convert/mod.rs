@@ -2,7 +2,8 @@
 //!
 //! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails is kept in
 //! `TARGET.part`, and `--resume` continues it: the partial copy is compared with the source, and
-//! differences are copied.
+//! differences are copied. A copy from a pipe cannot be resumed, and a failed copy to a foreign
+//! format is removed.
 //!
 //! Pipes: `-` as the source is a raw disk on standard input (`from_input`), and `-` as the target
 //! is a raw disk on standard output (`to_output`).

@@ -68,7 +68,7 @@ fn refuse(arguments: &Arguments, kind: ForeignKind, subformat: Subformat) {
             "{format} images are made anew, and never written to: leave -n and --resume out"
         ));
     }
-    // QEMU leaves the blocks of these uncompressed.
+    // qemu-img accepts `-c` for sparse VMDK images, and leaves their blocks uncompressed.
     let is_left_out =
         called_as::is_qemu_img() && kind == ForeignKind::Vmdk && subformat == Subformat::Sparse;
     if arguments.compress && subformat != Subformat::Stream && !is_left_out {

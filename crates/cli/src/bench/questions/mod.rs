@@ -56,7 +56,7 @@ impl Question {
         }
     }
 
-    /// The thing that is compared, as the beginning of a sentence that says how fast.
+    /// The measured operations, as the beginning of the sentence that gives the result.
     pub fn subject(self) -> &'static str {
         match self {
             Self::Fua => "Durable writes are",
@@ -69,7 +69,7 @@ impl Question {
         }
     }
 
-    /// The subject of one part, for people.
+    /// The text about one part, for the page of results.
     pub fn about(self) -> &'static str {
         match self {
             Self::Fua => fua::ABOUT,

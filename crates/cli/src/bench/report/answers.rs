@@ -1,8 +1,8 @@
 //! The answer to each question in a sentence, made from the figures.
 //!
-//! For each variant a sentence gives the speed relative to the baseline: the median over the cases,
-//! and the extremes. Noisy cases are only counted. If all cases are noise, the sentence gives their
-//! range and says that it is noise.
+//! The sentence gives, for each variant, the speed relative to the baseline: the median over the
+//! cases, and the extremes. Noisy cases are only counted. If all cases are noise, the sentence
+//! gives their range and says that it is noise.
 
 use blockhouse_figures::Spread;
 

@@ -97,7 +97,7 @@ pub struct Labelled<'a> {
     pub label: String,
     /// The ratio.
     pub ratio: Ratio,
-    /// A figure published by others.
+    /// The ratio of two figures published by others.
     pub published: Option<f64>,
     /// The variant's name.
     pub variant: &'a str,
