@@ -5,6 +5,7 @@
 //! request that it be replaced (atomically, at the very end) or overwritten in place. Under the
 //! name qemu-img a copy to a name that is free has that name from its start.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -246,6 +247,39 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     })
 }
 
+/// The file that becomes the image at `path` when its copy is complete. Under the name qemu-img, a
+/// file that a killed copy has left is removed, so the file has a name that no user chooses.
+///
+/// # Errors
+/// A copy is running; otherwise, an earlier copy has left its file, and `advice` says what to do.
+pub async fn unfinished(path: &Path, advice: &str) -> Result<PathBuf> {
+    let hidden = match (called_as::is_qemu_img(), path.file_name(), Location::of(path)?) {
+        (true, Some(name), Location::File(_)) => {
+            let mut hidden = OsString::from(".");
+            hidden.push(name);
+            Some(part_of(&path.with_file_name(hidden)))
+        }
+        _ => None,
+    };
+    let part = hidden.unwrap_or_else(|| part_of(path));
+    if !exists(&part).await? {
+        return Ok(part);
+    }
+    if !called_as::is_qemu_img() {
+        bail!("{}: is left of an earlier copy; {advice}", part.display());
+    }
+    // The opening fails if a running copy has locked the file.
+    let options = ImageOptions {
+        format: Some(ImageFormat::Raw),
+        cache: CacheMode::Writeback,
+        state: StateUse::Off,
+        ..ImageOptions::default()
+    };
+    open(&part, options).await?.close().await?;
+    remove_created(&part).await;
+    Ok(part)
+}
+
 /// Whether a copy to a free name has that name from its start. Reason: callers of qemu-img remove
 /// only that file after a failure, and a security profile may allow qemu-img no other file.
 pub fn is_at_its_name_at_once() -> bool {
@@ -412,10 +446,17 @@ impl TargetSpec<'_> {
 
     /// The image that becomes the target: a new image, or the partial copy of an earlier command.
     async fn fill_part(self, replaced_file: Option<HostFile>) -> Result<Target> {
-        let part = part_of(self.path);
-        let (disk, content) = match self.if_there {
-            IfThere::Resume => (self.open_partial(&part).await?, TargetContent::Unknown),
-            _ => (self.create_new(&part).await?, self.content_of_new()),
+        let (part, disk, content) = match self.if_there {
+            IfThere::Resume => {
+                let part = part_of(self.path);
+                let disk = self.open_partial(&part).await?;
+                (part, disk, TargetContent::Unknown)
+            }
+            _ => {
+                let part = unfinished(self.path, "resume it with --resume, or remove it").await?;
+                let disk = self.create_new(&part).await?;
+                (part, disk, self.content_of_new())
+            }
         };
         let finish = Finish::of_part(self.path, &part, replaced_file, self.if_there);
         let finish = Finish { can_resume: self.can_resume, ..finish };
@@ -448,28 +489,12 @@ impl TargetSpec<'_> {
 
     /// An empty image.
     async fn create_new(&self, part: &Path) -> Result<ImageDisk> {
-        if exists(part).await? {
-            if !called_as::is_qemu_img() {
-                bail!(
-                    "{}: is left of an earlier copy; resume it with --resume, or remove it",
-                    part.display()
-                );
-            }
-            self.remove_left(part).await?;
-        }
         let opened = self.make(part, create_options::new_file(&self.settings)).await;
         if opened.is_err() {
             // The file has no data yet, so there is nothing to resume.
             remove_created(part).await;
         }
         opened
-    }
-
-    /// Removes the partial file of a killed copy. Fails if a running copy has locked the file.
-    async fn remove_left(&self, part: &Path) -> Result<()> {
-        open(part, self.options(ImageFormat::Raw, StateUse::Off)?).await?.close().await?;
-        remove_created(part).await;
-        Ok(())
     }
 
     /// An empty image at this path.

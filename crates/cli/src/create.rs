@@ -477,8 +477,16 @@ pub async fn create_qcow2(
     file: NewFile,
     progress: &ToolProgress,
 ) -> Result<()> {
+    let data = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
+    if let Some(data) = &data
+        && std::path::absolute(data)? == std::path::absolute(image)?
+    {
+        bail!("{}: cannot be its own data file; name another file", image.display());
+    }
     if let Some(backing) = &options.backing {
-        open_backing(image, backing, allowed).await?;
+        let backing = open_backing(image, backing, allowed).await?;
+        // An existing data file is emptied.
+        data.map_or(Ok(()), |data| check_new_apart(&data, &backing))?;
     }
     make_qcow2(image, options, file, progress).await
 }

@@ -101,6 +101,14 @@ pub fn name_and_value(setting: &Setting) -> Option<(&'static str, String)> {
     })
 }
 
+/// The name of the data file, if an option gives it; the last option is used.
+pub fn data_file(settings: &[Setting]) -> Option<&str> {
+    settings.iter().rev().find_map(|setting| match setting {
+        Setting::DataFile(name) => Some(name.as_str()),
+        _ => None,
+    })
+}
+
 /// The name of the backing file, if an option gives it; the last option is used.
 pub fn backing_file(settings: &[Setting]) -> Option<&str> {
     settings.iter().rev().find_map(|setting| match setting {

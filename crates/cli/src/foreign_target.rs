@@ -8,13 +8,14 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{CopyJob, ImageDisk, exists, is_device, part_of, remove_created};
+use blockhouse_disk::{CopyJob, ImageDisk, is_device, remove_created};
 use blockhouse_engine::{EventLoop, NewFile};
 use blockhouse_format::{ForeignKind, NewForeignOptions};
 use blockhouse_storage::Location;
 
 use crate::copy_target::{
     Existing, Finish, How, IfThere, copy_to, existing, is_at_its_name_at_once, tell_of_sectors,
+    unfinished,
 };
 use crate::foreign_create::begin;
 use crate::progress::Progress;
@@ -78,10 +79,7 @@ impl ForeignTarget<'_> {
         let (part, finish) = if replaced.is_none() && is_at_its_name_at_once() {
             (path.to_owned(), Finish::in_place(path.to_owned()))
         } else {
-            let part = part_of(path);
-            if event_loop.block_on(exists(&part))? {
-                bail!("{}: is left of an earlier copy; remove it", part.display());
-            }
+            let part = event_loop.block_on(unfinished(path, "remove it"))?;
             let finish = Finish::of_part(path, &part, replaced, if_there);
             (part, finish)
         };

@@ -11,6 +11,7 @@ use blockhouse_tests::{
 };
 
 const SIZE: u64 = 8 << 20;
+const MIB: usize = 1 << 20;
 
 fn convert(options: &[&str], source: &Path, target: &Path) -> Outcome {
     let mut convert = Command::new(blockhouse());
@@ -139,4 +140,73 @@ fn an_image_is_not_made_over_its_own_backing_file() {
     }
     // Another file is overwritten.
     make(&["-F", "raw", "-b", "base.img", "top.qcow2"]).success();
+}
+
+/// Runs a line of bash in the scratch folder; `$bh` is the binary, `$img` the binary as qemu-img.
+fn shell(scratch: &Scratch, line: &str) -> Outcome {
+    let img = scratch.path("qemu-img");
+    if !img.exists() {
+        symlink(blockhouse(), &img).expect("a link");
+    }
+    let mut shell = Command::new("sh");
+    shell.args(["-c", line]).current_dir(scratch.path("."));
+    run(shell.env("bh", blockhouse()).env("img", img))
+}
+
+#[test]
+fn a_data_file_is_neither_the_source_nor_a_backing_file_nor_the_image() {
+    let scratch = Scratch::new();
+    let content = random_bytes(&mut seeded(), MIB);
+    let image = scratch.image_of("a.raw", &content);
+    for program in ["$bh", "$img"] {
+        for (line, said) in [
+            ("convert -O qcow2 -o data_file=a.raw - out.qcow2 < a.raw", "has bytes of"),
+            ("convert -O qcow2 -B a.raw -F raw -o data_file=a.raw a.raw o.qcow2", "has bytes of"),
+            ("create -f qcow2 -F raw -b a.raw -o data_file=a.raw o.qcow2", "has bytes of"),
+            ("create -f qcow2 -o data_file=o.qcow2 o.qcow2 1M", "its own data file"),
+        ] {
+            shell(&scratch, &format!("{program} {line}")).failure(said);
+            assert!(image.content() == content, "{program} {line}");
+            shell(&scratch, "ls | grep qcow2; test $? = 1").success();
+        }
+    }
+}
+
+#[test]
+fn a_copy_removes_no_file_of_a_name_that_users_choose() {
+    let scratch = Scratch::new();
+    let source = scratch.image_of("a.raw", &random_bytes(&mut seeded(), MIB));
+    for format in ["raw", "qcow2", "vmdk"] {
+        let line = format!(
+            "echo old > o && echo mine > o.part && $img convert -f raw -O {format} a.raw o && cat o.part"
+        );
+        assert_eq!(shell(&scratch, &line).success().stdout.trim(), "mine", "{format}");
+        // A killed copy has left its file.
+        let line =
+            format!("echo left > .o.part && $img convert -f raw -O {format} a.raw o && ls -a");
+        assert!(!shell(&scratch, &line).success().stdout.contains(".o.part"), "{format}");
+        let line = format!("$bh compare -f raw -F {format} {} o", source.str());
+        shell(&scratch, &line).success();
+    }
+}
+
+#[test]
+fn an_image_that_looks_like_another_format_gets_no_bitmaps_as_a_raw_disk() {
+    let scratch = Scratch::new();
+    shell(&scratch, "$bh create -f qcow2 a.qcow2 1M && mv a.qcow2 a.img").success();
+    for line in ["bitmap add a.img b", "serve a.img --bitmaps a.bits --nbd s.sock"] {
+        shell(&scratch, &format!("$bh {line}")).failure("looks like qcow2");
+    }
+    shell(&scratch, "ls a.*bit*; test $? != 0 && $bh bitmap add -f raw a.img b").success();
+}
+
+#[test]
+fn a_key_slot_is_erased_by_its_number_or_its_key() {
+    let scratch = Scratch::new();
+    let erase = "-o state=inactive,keyslot=1,old-secret=s";
+    let line = format!(
+        "echo secret > key && $bh create -f luks --key-file key -o iter-time=10 a.luks 1M && \
+         $bh amend --object secret,id=s,file=key -f luks {erase} a.luks"
+    );
+    shell(&scratch, &line).failure("not by both");
 }

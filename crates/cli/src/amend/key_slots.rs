@@ -77,7 +77,10 @@ pub fn change(changes: &[Change]) -> Result<Option<NamedChange>> {
             Ok(Some(NamedChange::Add { secret: new.to_owned(), slot, time }))
         }
         (Some("active"), None, ..) => bail!("which key to add is missing: new-secret=ID"),
-        (Some("inactive"), None, _, Some(slot)) => Ok(Some(NamedChange::EraseSlot(slot))),
+        (Some("inactive"), None, None, Some(slot)) => Ok(Some(NamedChange::EraseSlot(slot))),
+        (Some("inactive"), None, Some(_), Some(_)) => {
+            bail!("which key to erase is said twice: by keyslot=N or by old-secret=ID, not by both")
+        }
         (Some("inactive"), None, Some(old), None) => {
             Ok(Some(NamedChange::EraseSecret(old.to_owned())))
         }

@@ -10,7 +10,9 @@ use std::os::fd::AsFd;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{Buffer, Error, ToolProgress};
-use blockhouse_disk::{ImageFormat, STREAM_PIECE, StreamOptions, check_apart_from, copy_stream};
+use blockhouse_disk::{
+    ImageFormat, STREAM_PIECE, StreamOptions, check_apart_from, check_new_apart_from, copy_stream,
+};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::probe;
 use futures_util::stream;
@@ -19,7 +21,8 @@ use rustix::fs::{FileType, SeekFrom, fstat, seek};
 use super::arguments::{Arguments, settings};
 use crate::copy_target::{IfThere, Target};
 use crate::create::wrong_usage;
-use crate::create_setting::Setting;
+use crate::create_setting::{self, Setting};
+use crate::image_args::resolve_relative;
 use crate::output;
 use crate::pipe::{Chunks, read_standard_input};
 use crate::progress::Progress;
@@ -37,10 +40,17 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     // The stream is checked before the target is created, because otherwise the target would have
     // to be removed after an error.
     let input = event_loop.block_on(begin(arguments))?;
+    // An existing data file is emptied.
+    if let Some(data) = create_setting::data_file(&settings) {
+        let data = resolve_relative(&arguments.target, data.as_bytes());
+        check_new_apart_from(&data, io::stdin().as_fd(), INPUT)?;
+    }
     let spec = arguments.target_spec(format, settings, 0, &[]);
     let spec = crate::copy_target::TargetSpec { can_resume: false, ..spec };
     let target = event_loop.block_on(spec.build())?;
-    check_apart_from(&target.disk, io::stdin().as_fd(), INPUT)?;
+    if let Err(error) = check_apart_from(&target.disk, io::stdin().as_fd(), INPUT) {
+        return event_loop.block_on(target.finish(Err(error.into())));
+    }
     arguments.rate.apply(&target.disk);
     let progress = ToolProgress::default();
     progress.begin(known_length().unwrap_or(0));

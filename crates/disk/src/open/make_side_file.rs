@@ -21,7 +21,7 @@ use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
 use super::open_location::open_location;
-use super::probe_check::format_by_name;
+use super::probe_check::{check_not_probed, format_by_name};
 use super::restore::{Clock, clock_of};
 use super::side_file::{Found, RawImage, close_volume, find, is_file, open_found, place_of};
 use super::volume::{Volume, identity};
@@ -32,9 +32,9 @@ use crate::options::Access;
 /// or has none. Needs the event loop of the current thread.
 ///
 /// # Errors
-/// `InvalidInput` for a side file of another image, and for an image whose size is not in whole
-/// sectors; `Unsupported` for an image that is not a file, unless the user names the side file;
-/// `Locked`; host errors.
+/// `InvalidInput` for a side file of another image, for an image whose size is not in whole sectors,
+/// and for an image of no given format that looks like another format than raw; `Unsupported` for
+/// an image that is not a file, unless the user names the side file; `Locked`; host errors.
 pub fn make_side_file<'a>(
     image: &'a Path,
     options: &'a ImageOptions,
@@ -110,6 +110,10 @@ fn open_to_lock(path: &Path, options: &ImageOptions) -> Result<HostFile> {
 }
 
 async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions) -> Result<()> {
+    // A disk with a side file is raw for all commands from now on.
+    if options.format.is_none() {
+        check_not_probed(volume, image, ImageFormat::Raw).await?;
+    }
     if let Some(file) = volume.as_file().filter(|file| file.kind() == FileKind::Regular)
         && (clock_of(file)? != Clock::ThisHost || file.last_change().await?.is_none())
     {

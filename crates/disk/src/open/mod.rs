@@ -86,7 +86,7 @@ pub use reopen::reopen;
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use rollback::{RolledBack, roll_back};
 pub use room::Room;
-pub use same_bytes::{check_apart, check_apart_from, check_new_apart};
+pub use same_bytes::{check_apart, check_apart_from, check_new_apart, check_new_apart_from};
 pub use start_recording::{start_recording, stop_recording};
 pub use tool_state::{IfCorrupt, replay_state};
 pub use unlock::{KeyFiles, Secrets};

@@ -262,15 +262,21 @@ pub fn check_apart(target: &ImageDisk, source: &ImageDisk) -> Result<()> {
 /// # Errors
 /// As [`check_apart`].
 pub fn check_new_apart(image: &Path, source: &ImageDisk) -> Result<()> {
-    let name = image.display().to_string();
+    let mut read = source.image().layers().flat_map(files_of_layer);
+    read.try_for_each(|file| check_new_apart_from(image, file.descriptor(), file.name()))
+}
+
+/// As [`check_new_apart`], for one open file, called `name` in messages.
+///
+/// # Errors
+/// As [`check_apart`].
+pub fn check_new_apart_from(image: &Path, source: BorrowedFd<'_>, name: &str) -> Result<()> {
     let Ok(status) = rustix::fs::stat(image) else { return Ok(()) };
     let mut places = Places::default();
     places.add_status(&status, image);
-    for file in source.image().layers().flat_map(files_of_layer) {
-        let read = Places::of_read(file.descriptor(), file.name()).map_err(failed(file.name()))?;
-        if places.overlaps(&read) {
-            return Err(shared(&name, file.name()));
-        }
+    let read = Places::of_read(source, name).map_err(failed(name))?;
+    if places.overlaps(&read) {
+        return Err(shared(&image.display().to_string(), name));
     }
     Ok(())
 }
