@@ -4,13 +4,17 @@
 //! completes when all bytes are sent. Without TLS each call costs one test of an `Option`. The
 //! reader and the writer of a connection share one link: no borrow of the TLS state is held across
 //! an await.
+//!
+//! If memory of a guest vanishes, the kernel refuses it with EFAULT. Only the requests with such
+//! memory may fail, so the bytes then go through memory of this process. The copy leaves the
+//! vectors of lost memory not intact (`IoVector::is_intact`).
 
 use std::cell::RefCell;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockhouse_core::{Buffer, BufferPool, IoVectorList};
+use blockhouse_core::{Buffer, BufferPool, IoVectorList, errno};
 use blockhouse_engine::{Stream, yield_now};
 use blockhouse_tls::{ReadError, SEND_LIMIT, TlsSession};
 
@@ -18,6 +22,7 @@ use super::refusal::Refusal;
 use super::tls::ClientTls;
 
 /// Size of the buffer for plain bytes between OpenSSL and the memory of requests: one TLS record.
+/// Also the size of a copy of memory that the kernel refuses.
 const PLAIN_BYTES: usize = 16 << 10;
 /// Memory that a connection keeps for encrypted bytes.
 const POOL_BYTES: usize = 1 << 20;
@@ -87,7 +92,14 @@ impl Link {
         &self,
         mut into: IoVectorList,
     ) -> (io::Result<usize>, IoVectorList) {
-        let Some(tls) = &self.tls else { return self.stream.receive(into).await };
+        let Some(tls) = &self.tls else {
+            let (result, into) = self.stream.receive(into).await;
+            return if is_fault(&result) {
+                self.receive_copied(into).await
+            } else {
+                (result, into)
+            };
+        };
         loop {
             match tls.decrypt(&mut into) {
                 Ok(Some(count)) => return (Ok(count), into),
@@ -110,7 +122,10 @@ impl Link {
 
     /// Sends everything, in order. Returns the list, advanced past the bytes that were sent.
     pub(super) async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
-        let Some(tls) = &self.tls else { return self.stream.send(from).await };
+        let Some(tls) = &self.tls else {
+            let (result, from) = self.stream.send(from).await;
+            return if is_fault(&result) { self.send_copied(from).await } else { (result, from) };
+        };
         while !from.is_empty() {
             let sent = match tls.encrypt(&mut from) {
                 Ok(batch) => send(&self.stream, batch).await,
@@ -119,6 +134,29 @@ impl Link {
             if sent.is_err() {
                 return (sent, from);
             }
+        }
+        (Ok(()), from)
+    }
+
+    /// As [`receive`](Self::receive) without TLS, through a buffer.
+    async fn receive_copied(&self, mut into: IoVectorList) -> (io::Result<usize>, IoVectorList) {
+        let copy = Buffer::new(into.len().min(PLAIN_BYTES));
+        let (result, copy) = receive(&self.stream, copy).await;
+        into.copy_from(&copy.bytes()[..*result.as_ref().unwrap_or(&0)]);
+        (result, into)
+    }
+
+    /// As [`send`](Self::send) without TLS, through a buffer.
+    async fn send_copied(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
+        while !from.is_empty() {
+            let mut copy = Buffer::new(from.len().min(PLAIN_BYTES));
+            from.copy_to(copy.bytes_mut());
+            let count = copy.len();
+            let result = send(&self.stream, Some(copy)).await;
+            if result.is_err() {
+                return (result, from);
+            }
+            from.advance(count);
         }
         (Ok(()), from)
     }
@@ -184,6 +222,11 @@ impl Secured {
             ReadError::Renegotiation => error.to_string().into(),
         })
     }
+}
+
+/// Whether the kernel could not access memory of the operation.
+fn is_fault<T>(result: &io::Result<T>) -> bool {
+    result.as_ref().is_err_and(|error| error.raw_os_error() == Some(errno::EFAULT))
 }
 
 async fn send(stream: &Stream, output: Option<Buffer>) -> io::Result<()> {

@@ -13,6 +13,7 @@
 //!   once. Any other reply ends the connection with an error.
 //! - A cookie is not reused until a counter of 32 bits wraps, so that a duplicate reply is
 //!   detected.
+//! - A request whose memory has vanished fails with EFAULT, whatever the server answers.
 //! - An answered write is counted as not flushed (`UnflushedWrites`) before its future is ready.
 
 use std::collections::VecDeque;
@@ -149,14 +150,19 @@ impl Pending {
         detached: &DetachedSyncs,
     ) -> Option<Waker> {
         let slot = &mut self.slots[key(cookie)];
+        let lost = payload.check_intact().err();
         match slot.outcome {
             None => {
                 slot.body = Body::Payload(payload);
+                slot.error = slot.error.take().or(lost);
                 None
             }
             Some(_) => {
                 drop(payload);
                 slot.body = Body::None;
+                if let Some(error) = lost {
+                    slot.outcome = Some(Err(error));
+                }
                 self.publish(cookie, detached)
             }
         }
@@ -188,7 +194,8 @@ impl Pending {
 
     /// Gives memory of a read back, with its data or without.
     pub(super) fn return_memory(&mut self, cookie: u64, offset: u64, memory: IoVector) {
-        if let Ok(Slot { body: Body::Data(parts), .. }) = self.find(cookie) {
+        if let Ok(Slot { body: Body::Data(parts), error, .. }) = self.find(cookie) {
+            *error = error.take().or(memory.check_intact().err());
             parts.give_back(offset, memory);
         }
     }

@@ -10,10 +10,12 @@ use blockhouse_core::{
     Allocation, Buffer, ByteRange, Durability, KernelPages, Offload, PageUse, Storage, SyncMode,
     Unmap, errno, yield_now,
 };
-use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_engine::{
+    EngineChoice, EventLoop, FaultDomain, GuestMemory, GuestRange, GuestRegion, SharedMemory,
+};
 use blockhouse_storage::NbdStorage;
 use fastrand::Rng;
-use futures_util::future::{join_all, select};
+use futures_util::future::{join, join_all, select};
 
 use crate::server::{QemuNbd, has_qemu_nbd, uri};
 
@@ -170,6 +172,51 @@ fn a_write_whose_bytes_are_lost_fails_alone() {
     });
     drop(server);
     assert_eq!(std::fs::read(&image).unwrap()[..1024], [[0; 512], [7; 512]].concat());
+}
+
+/// The file of a guest's memory is cut off.
+#[test]
+fn requests_with_memory_that_vanishes_fail_alone() {
+    if !has_qemu_nbd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (image, socket) = (folder.path().join("disk.img"), folder.path().join("nbd.sock"));
+    empty_image(&image);
+    let _server = QemuNbd::start(&image, &socket);
+    EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+        let disk = NbdStorage::connect(uri(&socket), Duration::ZERO).await.unwrap();
+        for is_write in [false, true] {
+            let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            rustix::fs::ftruncate(&file, 1 << 20).unwrap();
+            let memory = SharedMemory::map(
+                file.try_clone().unwrap(),
+                0,
+                1 << 20,
+                &FaultDomain::unconnected(),
+            );
+            let memory = Arc::new(memory.unwrap());
+            let mut guest = GuestMemory::new();
+            assert!(guest.add(GuestRegion { guest: 0, user_addr: 0, memory }));
+            let vector = Arc::new(guest).vector(&[GuestRange { address: 0, length: 1 << 20 }]);
+            rustix::fs::ftruncate(&file, 512 << 10).unwrap();
+            let mut buffer = Buffer::new(512);
+            buffer.bytes_mut().fill(7);
+            let vector = vector.unwrap();
+            let (lost, other) = if is_write {
+                let lost = disk.write(512, vector, Durability::None);
+                join(lost, disk.write(0, buffer.lend(), Durability::None)).await
+            } else {
+                join(disk.read(512, vector), disk.read(0, buffer.lend())).await
+            };
+            let error = lost.expect_err("half of the memory is gone");
+            assert_eq!(error.errno(), errno::EFAULT, "{error}");
+            other.unwrap();
+        }
+        let mut buffer = Buffer::new(512);
+        disk.read(0, buffer.lend()).await.unwrap();
+        assert_eq!(buffer.bytes(), [7; 512]);
+    });
 }
 
 #[test]
