@@ -10,11 +10,15 @@
 //!    whether writes were answered and not flushed. The check also happens when the stream ends
 //!    because its loop ends; then requests of other loops on this connection fail.
 
+use std::cell::RefCell;
+use std::future::pending;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::Result;
 use blockhouse_engine::{sleep, spawn, spawn_detached};
+use futures_util::future::{Either, select};
 
 use super::dial::Dial;
 use super::link::Link;
@@ -24,7 +28,7 @@ use super::unflushed::{StreamGuard, UnflushedWrites};
 use super::writer::{self, Batch};
 use crate::detached::DetachedSyncs;
 
-/// The pause after a failed attempt to connect.
+/// The pause after a failed attempt to connect, or after a stream that answered no request.
 pub(super) const RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// Starts the transmission over `stream` on the current thread's loop. `number` is the index of
@@ -81,7 +85,9 @@ async fn run(
     mut guard: StreamGuard,
     mut halves: Halves,
 ) {
+    let mut deadline = None;
     loop {
+        let begun = Instant::now();
         let Halves { reader, batch } = halves;
         let reading = spawn(reader.run());
         writer::run(Arc::clone(&transmission), stream.clone(), batch).await;
@@ -91,7 +97,11 @@ async fn run(
             return transmission.fail_all(closed, true);
         }
         drop(guard);
-        let Some(next) = reconnect(&transmission).await else { return };
+        let time = transmission.dial().reconnect_time();
+        if transmission.has_answered() || begun.elapsed() >= time {
+            deadline = None;
+        }
+        let Some(next) = reconnect(&transmission, &mut deadline).await else { return };
         stream = next;
         guard = transmission.begin_stream();
         halves = match Halves::new(&transmission, &stream) {
@@ -101,10 +111,11 @@ async fn run(
     }
 }
 
-/// Opens another stream to the same export. Requests wait for the stream until the first attempt
-/// that fails after the reconnect time, then fail; the attempts continue. `None` if the connection
-/// is being closed, or if the reconnect time is zero.
-async fn reconnect(transmission: &Transmission) -> Option<Link> {
+/// Opens another stream to the same export. Requests wait for the stream until `deadline`, then
+/// fail; the attempts continue. The deadline is that of an earlier stream if none of its requests
+/// was answered: a server may end each new connection at the request that is sent again. `None` if
+/// the connection is being closed, or if the reconnect time is zero.
+async fn reconnect(transmission: &Transmission, deadline: &mut Option<Instant>) -> Option<Link> {
     let failure = transmission.take_link_failure();
     let dial = transmission.dial();
     let time = dial.reconnect_time();
@@ -112,24 +123,45 @@ async fn reconnect(transmission: &Transmission) -> Option<Link> {
         transmission.fail_all(failure, true);
         return None;
     }
-    tracing::warn!("{failure}; connecting again, requests wait for {} s", time.as_secs());
-    let mut deadline = Some(Instant::now() + time);
-    while !transmission.is_closing() {
-        match dial.again().await {
-            Ok(stream) => {
-                tracing::warn!("{}: connected again", dial.name());
-                transmission.queue_again();
-                return Some(stream);
-            }
-            Err(error) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
-                deadline = None;
-                tracing::error!("{error}; requests fail until the server is back");
-                transmission.fail_all(error, false);
-            }
-            Err(_) => {}
-        }
-        sleep(RETRY_DELAY).await;
+    let is_repeated = deadline.is_some();
+    if !is_repeated {
+        tracing::warn!("{failure}; connecting again, requests wait for {} s", time.as_secs());
     }
-    transmission.fail_all(failure, true);
-    None
+    let end = *deadline.get_or_insert_with(|| Instant::now() + time);
+    let last_error = RefCell::new(failure);
+    let dialing = pin!(async {
+        if is_repeated {
+            sleep(RETRY_DELAY).await;
+        }
+        loop {
+            match dial.again().await {
+                Ok(stream) => return stream,
+                Err(error) => last_error.replace(error),
+            };
+            sleep(RETRY_DELAY).await;
+        }
+    });
+    let failing = pin!(async {
+        sleep(end.saturating_duration_since(Instant::now())).await;
+        let error = last_error.borrow().duplicate();
+        tracing::error!("{error}; requests fail until the server is back");
+        transmission.fail_all(error, false);
+        pending::<()>().await;
+    });
+    match select(dialing, select(pin!(transmission.closed()), failing)).await {
+        Either::Left((stream, _)) => {
+            if !is_repeated {
+                tracing::warn!("{}: connected again", dial.name());
+            }
+            if Instant::now() >= end {
+                *deadline = None;
+            }
+            transmission.queue_again();
+            Some(stream)
+        }
+        Either::Right(_) => {
+            transmission.fail_all(last_error.borrow().duplicate(), true);
+            None
+        }
+    }
 }

@@ -72,6 +72,8 @@ pub(super) struct Pending {
     unflushed: Arc<UnflushedWrites>,
     /// The upper half of the last cookie.
     generation: u32,
+    /// Whether a request was completed since the last [`queue_again`](Self::queue_again).
+    has_answered: bool,
 }
 
 /// A reply that the protocol does not allow. It ends the connection.
@@ -91,7 +93,13 @@ fn key(cookie: u64) -> usize {
 impl Pending {
     /// A connection without requests. Answered writes are counted in `unflushed`.
     pub(super) fn new(unflushed: Arc<UnflushedWrites>) -> Self {
-        Self { slots: Slab::new(), queue: VecDeque::new(), unflushed, generation: 0 }
+        let (slots, queue) = (Slab::new(), VecDeque::new());
+        Self { slots, queue, unflushed, generation: 0, has_answered: false }
+    }
+
+    /// Whether a request was completed since the last [`queue_again`](Self::queue_again).
+    pub(super) fn has_answered(&self) -> bool {
+        self.has_answered
     }
 
     /// Queues a request; `is_sync` says whether it makes data durable. Returns the request's
@@ -240,6 +248,7 @@ impl Pending {
             (Some(Ok(_)), _) => self.unflushed.answered(&slot.header),
             _ => {}
         }
+        self.has_answered = true;
         Ok(self.publish(cookie, detached))
     }
 
@@ -277,6 +286,7 @@ impl Pending {
         let last = self.generation;
         again.sort_by_key(|cookie| std::cmp::Reverse(last.wrapping_sub((cookie >> 32) as u32)));
         self.queue = again.into();
+        self.has_answered = false;
     }
 
     /// Ends all requests with an error. Returns the tasks to wake. No payload comes back after

@@ -95,6 +95,11 @@ impl Transmission {
         failure.unwrap_or_else(|| self.dial.error("the connection has ended"))
     }
 
+    /// Whether a request was answered over the last stream.
+    pub(super) fn has_answered(&self) -> bool {
+        self.state.lock().pending.has_answered()
+    }
+
     /// Queues all requests without a reply for a new stream.
     pub(super) fn queue_again(&self) {
         let mut state = self.state.lock();
@@ -222,6 +227,11 @@ impl Transmission {
     pub(super) fn close(&self) {
         self.state.lock().is_closing = true;
         self.changed.notify_all();
+    }
+
+    /// Waits until the connection is being closed.
+    pub(super) async fn closed(&self) {
+        self.changed.wait_until(|| self.is_closing().then_some(())).await;
     }
 
     /// Whether the connection is being closed, so that the end of its stream is no failure.

@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, Durability, Storage};
-use blockhouse_engine::{EngineChoice, EventLoop, sleep};
+use blockhouse_engine::{EngineChoice, EventLoop, sleep, timeout};
 use blockhouse_storage::NbdStorage;
 use fastrand::Rng;
 use futures_util::future::{Either, join, select};
@@ -15,6 +15,8 @@ use crate::server::uri;
 
 /// Longer than any answer takes, on however slow a machine.
 const HANG: Duration = Duration::from_secs(60);
+/// How long the client waits for a greeting.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(30);
 
 /// Reads one option; its number.
 fn option(client: &mut UnixStream) -> std::io::Result<u32> {
@@ -221,4 +223,55 @@ fn a_server_that_breaks_off_twice_is_asked_for_the_name_alone() {
     });
     // Extended headers, and EXPORT_NAME.
     assert_eq!(server.join().unwrap(), [11, 11, 1]);
+}
+
+#[test]
+fn a_request_that_ends_each_connection_fails_after_the_reconnect_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("nbd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = std::thread::spawn(move || {
+        let mut requests = 0;
+        loop {
+            let mut client = listener.accept().unwrap().0;
+            // The last client only connects.
+            if greet(&mut client).is_err() {
+                return requests;
+            }
+            requests += u32::from(client.read_exact(&mut [0; 28]).is_ok());
+        }
+    });
+    EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+        let disk = NbdStorage::connect(uri(&socket), Duration::from_secs(1)).await.unwrap();
+        let mut buffer = Buffer::new(512);
+        let read = timeout(HANG / 2, disk.read(0, buffer.lend())).await;
+        disk.disconnect();
+        assert!(read.expect("the read fails").is_err());
+    });
+    drop(UnixStream::connect(socket).unwrap());
+    // Five a second at most, and the first one.
+    let requests = server.join().unwrap();
+    assert!((1..=7).contains(&requests), "{requests} requests");
+}
+
+#[test]
+fn requests_wait_no_longer_for_a_server_that_greets_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("nbd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = std::thread::spawn(move || {
+        greet(&mut listener.accept().unwrap().0).unwrap();
+        // Nothing arrives, until the client gives the attempt up.
+        assert_eq!(listener.accept().unwrap().0.read(&mut [0]).unwrap(), 0);
+    });
+    let begun = std::time::Instant::now();
+    EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+        let disk = NbdStorage::connect(uri(&socket), Duration::from_secs(1)).await.unwrap();
+        let mut buffer = Buffer::new(512);
+        disk.read(0, buffer.lend()).await.unwrap_err();
+        disk.disconnect();
+        sleep(Duration::from_millis(100)).await;
+    });
+    server.join().unwrap();
+    assert!(begun.elapsed() < HANDSHAKE_TIME, "{:?}", begun.elapsed());
 }
