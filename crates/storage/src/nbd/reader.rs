@@ -171,19 +171,16 @@ impl Reader {
         while self.staged().len() < length {
             self.fill().await?;
         }
-        let payload = &self.staging.bytes()[self.start..self.start + length];
-        let transmission = &self.transmission;
         let malformed = Violation("a chunk that cannot be understood");
+        let payload = &self.staging.bytes()[self.start..self.start + length];
+        if kind == chunk::OFFSET_HOLE {
+            let hole = parse_hole(payload).ok_or(malformed)?;
+            self.start += length;
+            return self.hole(cookie, hole).await;
+        }
+        let transmission = &self.transmission;
         transmission.with_pending(|pending, _| match kind {
             chunk::NONE if length == 0 => Ok(()),
-            chunk::OFFSET_HOLE => {
-                let (offset, length) = parse_hole(payload).ok_or(malformed)?;
-                let (offset, mut memory) =
-                    pending.take_memory(cookie, Some((offset, length as usize)))?;
-                memory.fill(0);
-                pending.return_memory(cookie, offset, memory);
-                Ok(())
-            }
             chunk::BLOCK_STATUS | chunk::BLOCK_STATUS_EXT => {
                 let (_, length, flags) = parse_first_status(kind, payload).ok_or(malformed)?;
                 pending.set_status(cookie, (length, flags))
@@ -195,6 +192,17 @@ impl Reader {
             _ => Err(Violation("a chunk of an unknown type")),
         })?;
         self.start += length;
+        Ok(())
+    }
+
+    /// Zeros. They are filled in without the lock of the connection: there may be 32 MiB of them.
+    async fn hole(&mut self, cookie: u64, (offset, length): (u64, u32)) -> Result<(), End> {
+        let range = Some((offset, length as usize));
+        let (offset, mut memory) =
+            self.transmission.with_pending(|pending, _| pending.take_memory(cookie, range))?;
+        memory.fill(0);
+        self.transmission.with_pending(|pending, _| pending.return_memory(cookie, offset, memory));
+        self.budget.spend(length.into()).await;
         Ok(())
     }
 
