@@ -4,7 +4,7 @@
 //! Guarantees: each file has a range of the storage. The range starts at a multiple of [`GAP`], and
 //! a gap separates it from the previous range, so no extent of an image continues in the next file.
 //! Gaps read as zeros. Only a storage that is a part of one file can be written, and a write never
-//! changes a byte of the file outside of that part.
+//! changes a byte of the file outside of that part. A read past the end of the part returns zeros.
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector,
@@ -134,6 +134,11 @@ impl<S: Storage> Storage for Concat<S> {
     }
 
     async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
+        let inside = self.size().saturating_sub(offset);
+        // The disk may end up to a sector after the part, where the file has other data.
+        if self.is_part && inside < into.len() as u64 {
+            into.split_off(inside as usize).fill(0);
+        }
         let mut at = offset;
         while !into.is_empty() {
             let (range, file, length) = self.find(at);
@@ -192,5 +197,30 @@ impl<S: Storage> Storage for Concat<S> {
             0 => Ok(()),
             _ => file.prefetch(ByteRange::between(start, start + inside)).await,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::Buffer;
+    use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
+
+    use super::*;
+
+    #[test]
+    fn a_read_past_the_end_of_a_part_returns_zeros() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [7; 4096]).unwrap();
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            let file = HostFile::open(file.path(), OpenMode::ReadOnly, PageCache::Used).unwrap();
+            let part = Concat::part(file, ByteRange::between(512, 1512));
+            for (offset, inside) in [(0, 1000), (512, 488), (1000, 0), (1024, 0)] {
+                let mut buffer = Buffer::new(1024);
+                buffer.bytes_mut().fill(1);
+                part.read(offset, buffer.lend()).await.unwrap();
+                assert!(buffer.bytes()[..inside].iter().all(|&byte| byte == 7), "{offset}");
+                assert!(buffer.bytes()[inside..].iter().all(|&byte| byte == 0), "{offset}");
+            }
+        });
     }
 }
