@@ -66,19 +66,30 @@ pub(super) async fn open(location: RbdLocation, access: RbdAccess) -> Result<Ope
     let opening = run_blocking("blockhouse-rbd", move || {
         let image = Image::open(&place, is_writable, OPTIONS, TIMEOUTS)?;
         let failed = |source| CallError { what: "cannot examine the image", source };
-        let size = image.size().map_err(failed)?;
         let is_cached = is_cached(&image).map_err(failed)?;
-        Ok((image, size, is_cached))
+        Ok((image, is_cached))
     });
     let opened = opening.await.map_err(|error| host_error("cannot start a thread", error))?;
-    let (image, size, is_cached) = opened.map_err(|error| describe(error, &location))?;
+    let (image, is_cached) = opened.map_err(|error| describe(error, &location))?;
     let connection = Connection::new(name, image)?;
-    match access {
-        RbdAccess::Write => lock(&connection, &location).await?,
-        RbdAccess::Read if location.snapshot().is_none() => check_unlocked(&connection).await?,
-        RbdAccess::Read | RbdAccess::ReadShared => {}
+    let locked = match access {
+        RbdAccess::Write => lock(&connection, &location).await,
+        RbdAccess::Read if location.snapshot().is_none() => check_unlocked(&connection).await,
+        RbdAccess::Read | RbdAccess::ReadShared => Ok(()),
+    };
+    // The size is that of the locked image: the previous holder of the lock may have changed it.
+    let sized = match locked {
+        Ok(()) => connection.run_blocking("cannot examine the image", Image::size).await,
+        Err(error) => Err(error),
+    };
+    match sized {
+        Ok(size) => Ok(Opened { connection, size, is_cached }),
+        Err(error) => {
+            // A drop of the open image would block the loop. The first error is the one to report.
+            let _ = connection.close().await;
+            Err(error)
+        }
     }
-    Ok(Opened { connection, size, is_cached })
 }
 
 /// Whether the image's own metadata, or its pool's, makes librbd complete writes before they are
