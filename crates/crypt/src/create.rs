@@ -7,15 +7,13 @@ use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, Result};
 use blockhouse_engine::LockedBytes;
-use blockhouse_format::NewLuks;
+use blockhouse_format::{LuksHash, NewLuks};
 
+use crate::kdf::max_iterations;
 use crate::{Secret, SectorCipher, hash, stripes};
 
 /// The minimum number of iterations of a slot and of a digest, as in cryptsetup.
 const MIN_ITERATIONS: u32 = 1000;
-/// The maximum number. With two rounds an iteration, a slot needs at most a quarter of the rounds
-/// that [`unlock`](crate::unlock) does for a header.
-const MAX_ITERATIONS: u32 = 1 << 24;
 /// Iterations by which the machine's speed is measured.
 const SAMPLE: u32 = 1 << 14;
 
@@ -24,15 +22,18 @@ const SAMPLE: u32 = 1 << 14;
 pub enum KeyWork {
     /// About this time on this machine.
     Time(Duration),
-    /// Iterations of PBKDF2. The number is limited like that for a time: 1000 to 2^24.
+    /// Iterations of PBKDF2. The number is limited like that for a time: at least 1000, and so few
+    /// that [`unlock`](crate::unlock) can try eight such slots (6.7 million).
     Iterations(u32),
 }
 
 impl KeyWork {
     fn iterations(self, secret: &Secret) -> u32 {
         match self {
-            Self::Time(time) => iterations_for(secret, time),
-            Self::Iterations(count) => count.clamp(MIN_ITERATIONS, MAX_ITERATIONS),
+            Self::Time(time) => iterations_for(secret, time, NewLuks::HASH, NewLuks::KEY),
+            Self::Iterations(count) => {
+                count.clamp(MIN_ITERATIONS, max_iterations(NewLuks::HASH, NewLuks::KEY))
+            }
         }
     }
 }
@@ -74,15 +75,21 @@ fn build(secret: &Secret, work: KeyWork) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// How many iterations for a key of [`NewLuks`] take about `time` on this machine.
-pub(crate) fn iterations_for(secret: &Secret, time: Duration) -> u32 {
-    let mut key = [0; NewLuks::KEY];
+/// How many iterations for an area key of `length` bytes take about `time` on this machine.
+pub(crate) fn iterations_for(
+    secret: &Secret,
+    time: Duration,
+    hash: LuksHash,
+    length: usize,
+) -> u32 {
+    let mut key = vec![0; length];
     let start = Instant::now();
-    hash::pbkdf2(NewLuks::HASH, secret.bytes(), &[0; 32], SAMPLE, &mut key);
-    zeroize::Zeroize::zeroize(&mut key);
+    hash::pbkdf2(hash, secret.bytes(), &[0; 32], SAMPLE, &mut key);
+    zeroize::Zeroize::zeroize(key.as_mut_slice());
     let each = start.elapsed().as_secs_f64() / f64::from(SAMPLE);
     // The conversion saturates, also if the clock did not advance (division by zero).
-    ((time.as_secs_f64() / each) as u32).clamp(MIN_ITERATIONS, MAX_ITERATIONS)
+    let iterations = (time.as_secs_f64() / each) as u32;
+    iterations.clamp(MIN_ITERATIONS, max_iterations(hash, length))
 }
 
 pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {

@@ -14,12 +14,25 @@ use crate::hash;
 /// The maximum number of HMAC rounds. cryptsetup and QEMU choose a number that takes two seconds:
 /// some millions.
 const MAX_ROUNDS: u64 = 1 << 27;
+/// The maximum number of HMAC rounds of a new slot. Eight slots with their digests, which take an
+/// eighth of a slot's iterations, are less than [`MAX_ROUNDS`].
+const MAX_SLOT_ROUNDS: u64 = MAX_ROUNDS / 10;
 /// The maximum memory of one Argon2 derivation, in KiB: cryptsetup's default maximum.
 const MAX_MEMORY_KIB: u32 = 1 << 20;
 /// The maximum number of KiB that all Argon2 derivations together may fill, over all passes.
 const MAX_FILLED_KIB: u64 = 32 << 20;
 /// The error text for a limit that is exceeded.
 const TOO_MUCH: &str = "which is more than is done here";
+
+/// The HMAC rounds of each iteration of PBKDF2, one for each block of the derived key.
+fn rounds_each(hash: LuksHash, length: usize) -> u64 {
+    length.div_ceil(hash::length(hash)) as u64
+}
+
+/// The maximum iterations of a new slot whose area key has `length` bytes.
+pub(crate) fn max_iterations(hash: LuksHash, length: usize) -> u32 {
+    (MAX_SLOT_ROUNDS / rounds_each(hash, length)) as u32
+}
 
 /// The work that may still be done for a header.
 pub(crate) struct Work {
@@ -42,7 +55,7 @@ impl Work {
         if iterations == 0 {
             return Err("it asks for no iterations".into());
         }
-        let rounds = u64::from(iterations) * length.div_ceil(hash::length(hash)) as u64;
+        let rounds = u64::from(iterations) * rounds_each(hash, length);
         self.rounds = self
             .rounds
             .checked_sub(rounds)
@@ -123,4 +136,23 @@ fn argon2(argon2: Argon2<'_>, secret: &[u8], salt: &[u8], into: &mut [u8]) -> Re
 /// Zeros for a key of this many bytes.
 pub(crate) fn empty_key(length: usize) -> Result<LockedBytes, String> {
     LockedBytes::new(length).map_err(|error| format!("no memory for its key: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn eight_new_slots_of_any_key_can_be_tried() {
+        for hash in [LuksHash::Sha1, LuksHash::Sha256, LuksHash::Sha512] {
+            for length in [16, 24, 32, 64] {
+                let mut work = Work::new();
+                let most = max_iterations(hash, length);
+                for _ in 0..8 {
+                    work.take_rounds(hash, most, length).unwrap();
+                    work.take_rounds(LuksHash::Sha256, most / 8, 20).unwrap();
+                }
+            }
+        }
+    }
 }

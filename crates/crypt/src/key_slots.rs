@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::LockedBytes;
-use blockhouse_format::{LuksHash, LuksHeader, NewLuks, NewLuksSlot};
+use blockhouse_format::{LuksCipher, LuksHash, LuksHeader, NewLuks, NewLuksSlot};
 
 use crate::create::{fill_random, iterations_for, random};
 use crate::kdf::Work;
@@ -47,18 +47,29 @@ pub fn new_slot(
     time: Duration,
 ) -> Result<NewLuksSlot> {
     let (key, hash) = disk_key(header, areas, openers)?;
-    let iterations = iterations_for(secret, time);
-    let build = || {
-        let salt: [u8; 32] = random()?;
-        let mut area_key = LockedBytes::new(header.key_bytes)?;
-        hash::pbkdf2(hash, secret.bytes(), &salt, iterations, &mut area_key);
-        let mut material = LockedBytes::new(header.key_bytes * NewLuks::STRIPES)?;
-        fill_random(&mut material)?;
-        stripes::split(hash, &key, &mut material);
-        SectorCipher::new(header.cipher, &area_key, 512)?.encrypt(0, &mut material);
-        Ok(NewLuksSlot { iterations, salt, material: material.to_vec() })
-    };
-    build().map_err(|error: std::io::Error| Error::host("cannot make a key slot", error))
+    let iterations = iterations_for(secret, time, hash, header.key_bytes);
+    let sealed = seal(header.cipher, hash, &key, secret, iterations);
+    sealed.map_err(|error| Error::host("cannot make a key slot", error))
+}
+
+/// The slot with the disk's `key` that `secret` opens.
+fn seal(
+    cipher: LuksCipher,
+    hash: LuksHash,
+    key: &[u8],
+    secret: &Secret,
+    iterations: u32,
+) -> std::io::Result<NewLuksSlot> {
+    let salt: [u8; 32] = random()?;
+    let mut area_key = LockedBytes::new(key.len())?;
+    hash::pbkdf2(hash, secret.bytes(), &salt, iterations, &mut area_key);
+    let length = key.len() * NewLuks::STRIPES;
+    // The area has whole sectors, which are encrypted as a whole.
+    let mut material = LockedBytes::new(length.next_multiple_of(512))?;
+    fill_random(&mut material)?;
+    stripes::split(hash, key, &mut material[..length]);
+    SectorCipher::new(cipher, &area_key, 512)?.encrypt(0, &mut material);
+    Ok(NewLuksSlot { iterations, salt, material: material.to_vec() })
 }
 
 /// Random bytes of the length of a key slot's area, to overwrite an area no longer used.
@@ -92,6 +103,9 @@ fn disk_key(
 
 #[cfg(test)]
 mod tests {
+    use blockhouse_core::ByteRange;
+    use blockhouse_format::{LuksDigest, LuksKdf, LuksSlotKey};
+
     use super::*;
 
     fn secret(text: &str) -> Secret {
@@ -121,5 +135,35 @@ mod tests {
         let refused = new_slot(&header, &[], &[&one], &one, Duration::ZERO);
         assert_eq!(refused.err().map(|error| error.kind()), Some(ErrorKind::Unsupported));
         assert_eq!(slot_wipe(&header).unwrap().len(), 256_000);
+    }
+
+    #[test]
+    fn a_new_slot_gives_back_keys_of_each_length() {
+        let (hash, secret) = (LuksHash::Sha256, secret("key"));
+        for length in [16, 24, 32] {
+            let key: Vec<u8> = (0..length as u8).collect();
+            let cipher = LuksCipher::AesCbcPlain64;
+            let slot = seal(cipher, hash, &key, &secret, 1000).unwrap();
+            let mut digest = vec![0; 20];
+            hash::pbkdf2(hash, &key, b"salt", 1, &mut digest);
+            let area_length = slot.material.len() as u64;
+            let opening = LuksSlotKey {
+                kdf: LuksKdf::Pbkdf2 { hash, iterations: 1000, salt: slot.salt.to_vec() },
+                area: ByteRange::between(0, area_length),
+                cipher,
+                area_key_bytes: length,
+                stripes: NewLuks::STRIPES as u32,
+                stripe_hash: hash,
+                digest: LuksDigest { hash, iterations: 1, salt: b"salt".to_vec(), digest },
+            };
+            let opened = open_slot(&mut Work::new(), &opening, &slot.material, &secret, length);
+            assert_eq!(opened.unwrap().as_deref(), Some(&key[..]), "{length}");
+        }
+    }
+
+    #[test]
+    fn a_short_key_takes_more_iterations() {
+        let most = |length| iterations_for(&secret("any"), Duration::MAX, LuksHash::Sha256, length);
+        assert_eq!(most(32), 2 * most(64));
     }
 }
