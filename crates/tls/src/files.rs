@@ -89,9 +89,23 @@ pub fn read_keys(path: &Path) -> Result<HashMap<String, Vec<u8>>, TlsError> {
 }
 
 fn from_hexadecimal(text: &str) -> Option<Vec<u8>> {
-    if !text.len().is_multiple_of(2) || !text.is_ascii() {
+    // `from_str_radix` also takes a sign.
+    if !text.len().is_multiple_of(2) || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     let byte = |index| u8::from_str_radix(&text[index..index + 2], 16).ok();
     (0..text.len()).step_by(2).map(byte).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_hexadecimal_digits_are_a_key() {
+        assert_eq!(from_hexadecimal("00fF7e"), Some(vec![0, 0xff, 0x7e]));
+        for text in ["+f+f", "-0", " f", "f", "0x", "\u{e9}"] {
+            assert_eq!(from_hexadecimal(text), None, "{text}");
+        }
+    }
 }
