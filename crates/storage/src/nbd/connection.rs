@@ -150,11 +150,12 @@ async fn reconnect(transmission: &Transmission, deadline: &mut Option<Instant>) 
     });
     match select(dialing, select(pin!(transmission.closed()), failing)).await {
         Either::Left((stream, _)) => {
-            if !is_repeated {
-                tracing::warn!("{}: connected again", dial.name());
-            }
-            if Instant::now() >= end {
+            let is_late = Instant::now() >= end;
+            if is_late {
                 *deadline = None;
+            }
+            if is_late || !is_repeated {
+                tracing::warn!("{}: connected again", dial.name());
             }
             transmission.queue_again();
             Some(stream)
