@@ -194,7 +194,9 @@ fn a_copy_removes_no_file_of_a_name_that_users_choose() {
 fn an_image_that_looks_like_another_format_gets_no_bitmaps_as_a_raw_disk() {
     let scratch = Scratch::new();
     shell(&scratch, "$bh create -f qcow2 a.qcow2 1M && mv a.qcow2 a.img").success();
-    for line in ["bitmap add a.img b", "serve a.img --bitmaps a.bits --nbd s.sock"] {
+    for line in
+        ["bitmap add a.img b", "serve a.img --bitmaps a.bits --nbd 'nbd+unix:///?socket=s.sock'"]
+    {
         shell(&scratch, &format!("$bh {line}")).failure("looks like qcow2");
     }
     shell(&scratch, "ls a.*bit*; test $? != 0 && $bh bitmap add -f raw a.img b").success();
