@@ -113,6 +113,20 @@ fn a_durable_write_waits_for_few_turns_whatever_waits() {
 }
 
 #[test]
+fn durable_writes_other_writes_and_reads_take_turns_while_all_wait() {
+    let lab = Lab::new(iops(1000), 10);
+    let disk = lab.group.join();
+    let classes = [(Class::DurableWrite, 512), (Class::Write, 1024), (Class::Read, 2048)];
+    for (class, bytes) in classes {
+        lab.client((disk, 0), 8, class, bytes);
+    }
+    lab.run(Duration::from_secs(4));
+    let counts = classes.map(|(_, bytes)| lab.count(|gone| gone.bytes == bytes));
+    let expected = [1000, 1000, 2000];
+    assert!(counts.iter().zip(expected).all(|(count, e)| count.abs_diff(e) < 20), "{counts:?}");
+}
+
+#[test]
 fn writes_go_on_while_reads_starve_and_the_other_way_round() {
     for (starved, other) in [(Class::Read, Class::Write), (Class::Write, Class::Read)] {
         let one = rate(1);

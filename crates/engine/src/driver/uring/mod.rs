@@ -51,6 +51,9 @@ pub(crate) struct Uring {
     watches_notifier: bool,
     /// Completions that were fetched already; the next `poll` reports them.
     ready: Vec<Completion>,
+    /// Whether entries were reaped before the next `poll`, which then does not sleep: there may
+    /// have been a completion, an event of a watch, or an event or the end of the notifier's watch.
+    has_reaped: bool,
     /// The message headers of socket operations, by token. The kernel reads and writes them here.
     headers: Box<[libc::msghdr]>,
     /// The watched descriptors.
@@ -83,6 +86,7 @@ impl Uring {
             shared,
             watches_notifier: false,
             ready,
+            has_reaped: false,
             headers,
             watches: HashMap::new(),
             events: Vec::new(),
@@ -97,10 +101,16 @@ impl Uring {
         while self.ring.push(entry).is_err() {
             self.ring.enter(0, None);
             // The kernel may have refused because its completion queue is full.
-            let mut ready = std::mem::take(&mut self.ready);
-            self.reap(&mut ready);
-            self.ready = ready;
+            self.reap_early();
         }
+    }
+
+    /// Reaps before `poll`, which reports the results.
+    fn reap_early(&mut self) {
+        let mut ready = std::mem::take(&mut self.ready);
+        self.reap(&mut ready);
+        self.ready = ready;
+        self.has_reaped = true;
     }
 
     /// The entry for an operation. It points into the operation, or to its header.
@@ -295,9 +305,7 @@ impl Driver for Uring {
         self.push(&entry.user_data(ATTEMPT));
         loop {
             self.ring.enter(1, None);
-            let mut ready = std::mem::take(&mut self.ready);
-            self.reap(&mut ready);
-            self.ready = ready;
+            self.reap_early();
             if let Some(result) = self.attempted.take() {
                 return Some(result);
             }
@@ -307,7 +315,7 @@ impl Driver for Uring {
     fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_notifier();
         self.renew_watches();
-        let waiting = !self.ready.is_empty() || !self.ring.completions().is_empty();
+        let waiting = std::mem::take(&mut self.has_reaped) || !self.ring.completions().is_empty();
         match wait {
             // Completions of this ring are visible in memory; `polled.poll` enters the other ring.
             _ if self.is_polling() && !self.ring.needs_enter() => {}

@@ -2,13 +2,16 @@
 //! file in the page cache. And operations that the ring does not carry out.
 
 use std::fs::OpenOptions;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, ByteRange, SyncMode};
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::Uring;
 use crate::driver::file::{Caching, File, Medium};
@@ -18,6 +21,7 @@ use crate::driver::loop_shared::{LoopMessage, LoopShared};
 use crate::driver::operation::{Operation, OperationTable, Token, Transfer, WriteThrough};
 use crate::driver::ring_restrictions::DeviceCommands;
 use crate::driver::ring_tables::count_registered_files;
+use crate::driver::watches::WatchKey;
 use crate::driver::{Completion, Driver, Wait};
 
 const BLOCK: usize = 4096;
@@ -119,6 +123,31 @@ fn nothing_is_polled_for_unasked() {
     assert!(!engine.is_polling());
     assert_eq!(end(&mut engine, &mut operations, 1), [BLOCK as i32]);
     assert!(file.pollable.reads(), "the kernel has not been asked");
+}
+
+/// `signal` is an event that `poll` finds while it submits more entries than the queue has.
+fn no_sleep_after(signal: impl Fn(&Uring, &OwnedFd)) {
+    let Some(mut engine) = engine() else { return };
+    let [watched, silent] = [0; 2].map(|_| eventfd(0, EventfdFlags::empty()).unwrap());
+    let (operations, mut done) = (OperationTable::new(), Vec::new());
+    engine.watch(WatchKey(0), watched.as_fd()).unwrap();
+    engine.poll(Wait::Never, &operations, &mut done);
+    assert_eq!(engine.next_event(), None);
+    signal(&engine, &watched);
+    (1..=300).for_each(|key| engine.watch(WatchKey(key), silent.as_fd()).unwrap());
+    let limit = Duration::from_secs(30);
+    let begun = Instant::now();
+    engine.poll(Wait::AtMost(limit), &operations, &mut done);
+    assert!(begun.elapsed() < limit, "the event did not end the sleep");
+}
+
+#[test]
+fn events_that_are_reaped_to_make_space_for_entries_end_the_sleep() {
+    let one = 1u64.to_ne_bytes();
+    no_sleep_after(|_, watched| assert_eq!(rustix::io::write(watched, &one), Ok(8)));
+    no_sleep_after(|engine, _| {
+        assert_eq!(rustix::io::write(engine.shared.notifier(), &one), Ok(8))
+    });
 }
 
 /// Replaces the ring's result of `operation` by `errno`, which the kernel returns if it has carried
