@@ -38,23 +38,13 @@ pub(super) type PartyKey = usize;
 /// The number of a waiting request. Later requests have greater tickets.
 pub(super) type Ticket = u64;
 
-/// Class of a request. The classes of a party take turns.
+/// Class of a request. The two classes of writes of a party take turns; `FairQueue` chooses between
+/// reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
     DurableWrite,
     Write,
     Read,
-}
-
-impl Class {
-    const ALL: [Self; 3] = [Self::DurableWrite, Self::Write, Self::Read];
-
-    fn direction(self) -> Direction {
-        match self {
-            Self::DurableWrite | Self::Write => Direction::Write,
-            Self::Read => Direction::Read,
-        }
-    }
 }
 
 /// How the wait of a request ended.
@@ -84,17 +74,19 @@ struct Waiter {
 #[derive(Default)]
 struct Party {
     classes: [VecDeque<Ticket>; 3],
-    /// The class that follows the class of the last admitted request.
-    next_class: usize,
+    /// Whether the last admitted write was durable.
+    was_durable: bool,
 }
 
 impl Party {
     /// The class of the next request of this direction to be admitted.
     fn next_class(&self, direction: Direction) -> Option<Class> {
-        let rotated = (0..3).map(|step| Class::ALL[(self.next_class + step) % 3]);
-        rotated
-            .filter(|class| class.direction() == direction)
-            .find(|class| !self.classes[*class as usize].is_empty())
+        let turns: &[Class] = match direction {
+            Direction::Read => &[Class::Read],
+            Direction::Write if self.was_durable => &[Class::Write, Class::DurableWrite],
+            Direction::Write => &[Class::DurableWrite, Class::Write],
+        };
+        turns.iter().copied().find(|class| !self.classes[*class as usize].is_empty())
     }
 
     fn is_empty(&self) -> bool {
@@ -287,7 +279,9 @@ impl Queue {
         let party = member.parties.get_mut(&party_key)?;
         let class = party.next_class(direction)?;
         let ticket = *party.classes[class as usize].front()?;
-        party.next_class = (class as usize + 1) % 3;
+        if direction == Direction::Write {
+            party.was_durable = class == Class::DurableWrite;
+        }
         let waiter = &self.waiters[&ticket];
         let (cost, time) = (waiter.cost, now.saturating_sub(waiter.since));
         let share = self.buckets.share(cost);
