@@ -28,7 +28,8 @@ impl PollSource for () {
     }
 }
 
-/// The key of a watch of a loop. Keys are not reused.
+/// The key of a watch of a loop, which no other watch of the loop has. The key of a watch that was
+/// removed is given again after 2^32 others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WatchKey(pub(crate) u32);
 
@@ -64,6 +65,7 @@ impl Events {
 #[derive(Default)]
 pub(crate) struct Watches {
     list: RefCell<Vec<WatchEntry>>,
+    /// The last key that was given to a watch.
     issued: Cell<u32>,
 }
 
@@ -81,10 +83,14 @@ impl Watches {
         event_source: EventSource,
         poll_source: Rc<dyn PollSource>,
     ) -> (WatchKey, Rc<Events>) {
-        self.issued.update(|issued| issued + 1);
-        let (key, events) = (WatchKey(self.issued.get()), Rc::<Events>::default());
-        let entry = WatchEntry { key, event_source, events: Rc::clone(&events), poll_source };
-        self.list.borrow_mut().push(entry);
+        let mut list = self.list.borrow_mut();
+        let mut key = WatchKey(self.issued.get().wrapping_add(1));
+        while list.iter().any(|entry| entry.key == key) {
+            key.0 = key.0.wrapping_add(1);
+        }
+        self.issued.set(key.0);
+        let events = Rc::<Events>::default();
+        list.push(WatchEntry { key, event_source, events: Rc::clone(&events), poll_source });
         (key, events)
     }
 
@@ -126,5 +132,21 @@ impl Watches {
             }
         }
         found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_watch_gets_the_key_of_another_one() {
+        let watches = Watches::default();
+        let add = || watches.add(EventSource::MESSAGE, Rc::new(())).0;
+        let first = add();
+        for last in [u32::MAX, first.0 - 1] {
+            watches.issued.set(last);
+            assert_ne!(add(), first);
+        }
     }
 }
