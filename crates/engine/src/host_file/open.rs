@@ -216,6 +216,9 @@ impl HostFile {
     /// Another value for the same open files, opened with the same `access`; messages name it
     /// `path`. The locks belong to this value until they are [moved](Self::move_locks_to).
     ///
+    /// Before the new value replaces this one, the caller flushes this one: if a sync whose future
+    /// was dropped failed, only the next flush of this value reports that.
+    ///
     /// # Errors
     /// The kernel's error; ENOMEM if descriptors run out.
     pub fn share(&self, path: &Path, access: OpenMode) -> Result<Self> {
