@@ -3,7 +3,7 @@
 //! The session bit of such an image is set. Either the state file is in another directory, and has
 //! the last acknowledged changes; or the host has rebooted, and no state file of that session
 //! exists. The image file's mtime decides: if the mtime is before this boot, no server of this boot
-//! has written to the image.
+//! has written to the image. A file system with another host's clock (NFS) tells nothing.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use rustix::fs::FileType;
 use rustix::time::{ClockId, clock_gettime};
 
 use super::examine::status_of;
-use super::modification::modification_time;
+use super::modification::{Clock, clock_of, modification_time};
 use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
 
@@ -35,8 +35,9 @@ impl LostSession {
         let status =
             status.filter(|one| FileType::from_raw_mode(one.st_mode) == FileType::RegularFile);
         let modified = status.and_then(|status| modification_time(&status));
+        let clock = clock_of(file).unwrap_or(Clock::Unknown);
         Some(match modified {
-            Some(modified) if is_before_boot(modified, time_of_boot()) => Self::EarlierBoot,
+            Some(modified) if is_before_boot(modified, clock, time_of_boot()) => Self::EarlierBoot,
             _ => Self::ThisBoot,
         })
     }
@@ -46,8 +47,8 @@ impl LostSession {
 /// clocks. A file counts as modified before the boot if its mtime is earlier by more than this.
 const TICKS: Duration = Duration::from_secs(2);
 
-fn is_before_boot(modified: Duration, boot: Duration) -> bool {
-    modified + TICKS < boot
+fn is_before_boot(modified: Duration, clock: Clock, boot: Duration) -> bool {
+    clock == Clock::ThisHost && modified + TICKS < boot
 }
 
 /// The time of the host's boot since the Unix epoch, by the present setting of the clock.
@@ -116,8 +117,10 @@ mod tests {
         let boot = time_of_boot();
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("the present");
         assert!(boot < now && boot.abs_diff(time_of_boot()) < TICKS);
-        assert!(is_before_boot(boot - TICKS - Duration::from_millis(1), boot));
-        assert!(!is_before_boot(boot - TICKS, boot));
-        assert!(!is_before_boot(now, boot));
+        let before = boot - TICKS - Duration::from_millis(1);
+        assert!(is_before_boot(before, Clock::ThisHost, boot));
+        assert!(!is_before_boot(before, Clock::Unknown, boot), "its clock may be slow");
+        assert!(!is_before_boot(boot - TICKS, Clock::ThisHost, boot));
+        assert!(!is_before_boot(now, Clock::ThisHost, boot));
     }
 }
