@@ -287,12 +287,13 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     }
 }
 
-/// Takes a snapshot of each of these disks, all at the same moment. The snapshots are durable when
-/// the call returns.
+/// Takes a snapshot of each of these disks, all at the same moment, with a name that the disk's
+/// storage does not have yet. The snapshots are durable when the call returns.
 ///
 /// # Errors
 /// As [`DiskSnapshots::create`], for the first disk that fails. The snapshots that were taken
-/// before the failure are deleted again.
+/// before the failure are deleted again, and so is one whose call has timed out: the storage may
+/// have taken it.
 pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Result<Pause> {
     all.iter().try_for_each(|(disk, _)| disk.snapshots().check_possible())?;
     let disks: Vec<_> = all.iter().map(|(disk, _)| *disk).collect();
@@ -307,7 +308,9 @@ pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Res
     for (index, (disk, name)) in all.iter().enumerate() {
         let taken = disk.format().snapshots()?.create(&new_snapshot(name), None).await;
         if let Err(error) = taken {
-            for (disk, name) in &all[..index] {
+            const ETIMEDOUT: i32 = 110;
+            let perhaps_taken = index + usize::from(error.errno() == ETIMEDOUT);
+            for (disk, name) in &all[..perhaps_taken] {
                 delete_unneeded(disk, name).await;
             }
             return Err(error);

@@ -116,6 +116,9 @@ pub(super) fn describe(error: CallError, location: &RbdLocation) -> Error {
         ("cannot open the image", ENOENT) => {
             error.hint(format!("see 'rbd ls {pool}', 'rbd snap ls {pool}/{image}'"))
         }
+        ("cannot create" | "cannot clone", ETIMEDOUT) => {
+            error.hint(format!("it may be there nevertheless: see 'rbd ls {pool}'"))
+        }
         ("cannot use the pool", ENOENT) => error.hint("see 'ceph osd lspools'"),
         ("cannot read the configuration of Ceph", _) => {
             error.hint("name the cluster's configuration file: rbd:POOL/IMAGE?conf=FILE")
