@@ -87,6 +87,14 @@ impl<S: Storage, B> Images<S, B> {
         self.links().map(|link| &**link.image.layer())
     }
 
+    /// The layers of all images and each opening of the files behind them, also of those that were
+    /// replaced. Each layer is listed once; layers are never removed.
+    pub(super) fn all_openings(&self) -> Vec<&Layer<S>> {
+        let mut found = Vec::new();
+        self.layers().for_each(|layer| layer.opened().collect_openings(&mut found));
+        found
+    }
+
     /// Whether `image` is one of the disk's images.
     pub(super) fn contains(&self, image: &Arc<Image<S>>) -> bool {
         self.links().any(|link| Arc::ptr_eq(&link.image, image))

@@ -48,9 +48,8 @@ impl<'a, S: Storage> DiskStats<'a, S> {
 
     /// All metrics of the disk. For rare queries: it reads the counters of all threads.
     pub fn metrics(self) -> DiskMetrics {
-        let images = &self.disk.images;
-        let used = images.last().image().layer().layers();
-        let storages = used.chain(images.former_layers()).flat_map(|layer| {
+        let layers = self.disk.images.all_openings();
+        let storages = layers.into_iter().flat_map(|layer| {
             let (image, data) = (layer.format().storage(), layer.format().data());
             let data = (!std::ptr::eq(image, data)).then(|| data.stats());
             std::iter::once(image.stats()).chain(data)

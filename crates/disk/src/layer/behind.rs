@@ -178,6 +178,19 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         })
     }
 
+    /// Adds to `found` the layers of [`all`](Self::all) and their former openings that it lacks.
+    pub(crate) fn collect_openings(self, found: &mut Vec<&'a Layer<S>>) {
+        let mut rest = vec![self.0];
+        while let Some(layer) = rest.pop() {
+            if !found.iter().any(|one| std::ptr::eq(*one, layer)) {
+                found.push(layer);
+                // A later backing file (`pass_over`) is in the chain of the first one.
+                rest.extend(layer.behind.0.get().map(|behind| &*behind.layer));
+                rest.extend(layer.successor.get().map(|successor| &**successor));
+            }
+        }
+    }
+
     /// As [`all`](Self::all), each layer with the number of earlier layers of this list that it
     /// counts as overlays: 0 or 1. The first one has 1.
     pub(crate) fn all_counted(self) -> impl Iterator<Item = (&'a Layer<S>, usize)> {

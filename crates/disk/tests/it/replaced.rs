@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fua, Request};
-use blockhouse_disk::{Access, Backing, BlockStatusCache, Disk, Image, ImageFormat, Options};
+use blockhouse_disk::{
+    Access, Backing, BlockStatusCache, Disk, Image, ImageFormat, Options, Stage,
+};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Sim, SimDisk};
 
@@ -190,4 +192,36 @@ fn a_disk_is_closed_while_its_base_does_not_answer() {
             assert!(read.output().is_none(), "the base does not answer");
         });
     }
+}
+
+/// The reads of data at the storages of the disk.
+fn data_reads(disk: &Disk<SimDisk>) -> u64 {
+    let stages = disk.stats().metrics().stages;
+    let reads = stages.iter().filter(|one| (one.stage, one.operation) == (Stage::Host, "read"));
+    reads.map(|one| one.durations.count()).sum()
+}
+
+#[test]
+fn each_operation_of_a_storage_is_counted_once_whatever_replaces_the_image() {
+    let sim = Sim::new(1);
+    let [image, overlay] = [0; 2].map(|_| storage(&sim, false, Vec::new()));
+    let [base, next] = [0; 2].map(|_| storage(&sim, false, vec![CONTENT; SIZE as usize]));
+    sim.block_on(async move {
+        let disk = half_of_a_base(image, base.clone(), false).await;
+        Work::Read.carry_out(&disk).await;
+        let reads = data_reads(&disk);
+        assert!(reads > 0);
+        disk.jobs().attach_base(raw(base, Options::default())).await.expect("a base");
+        assert_eq!(data_reads(&disk), reads, "the base is opened again");
+        let backing = Some(Backing { name: b"image".to_vec(), format: Some("qcow2".into()) });
+        let options = CreateOptions { backing, ..CreateOptions::new(SIZE) };
+        qcow2::create(&overlay, &options).await.expect("an overlay");
+        let overlay = open(overlay).await.over(disk.image());
+        for next in [overlay, Image::raw(next, Options::default()).expect("an image")] {
+            let quiesced = disk.quiesced().await.expect("no limit");
+            let replaced = quiesced.switch_to(Arc::new(next)).expect("a successor");
+            replaced.close_as_layer().await.expect("a close");
+            assert_eq!(data_reads(&disk), reads, "another image");
+        }
+    });
 }
