@@ -1,8 +1,8 @@
 //! How a queue detects new requests while its loop sleeps: by the guest's kicks, or, if the
-//! front-end has no eventfd for them (`VHOST_USER_SET_VRING_KICK` with bit 8), by polling the ring
-//! at intervals.
+//! front-end has no eventfd for them (`VHOST_USER_SET_VRING_KICK` with bit 8) or the host cannot
+//! watch it, by polling the ring at intervals.
 //!
-//! In both cases a loop that is awake polls the ring in each iteration.
+//! A loop that is awake polls a watched ring in each iteration, also if the guest does not kick.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -56,15 +56,21 @@ struct Timer {
 }
 
 impl Kicks {
-    /// Watches the ring in the way that the front-end requested. The descriptor is an eventfd;
-    /// other descriptors were refused when the front-end sent them.
-    pub fn new(ring: Rc<dyn PollSource>, kick: Kick) -> Self {
-        let (descriptor, timer) = match kick {
-            Kick::Event(descriptor) => (Some(descriptor), None),
-            Kick::Polled => (eventfd(0, EventfdFlags::CLOEXEC).ok(), Some(Timer::new())),
+    /// Watches the ring of `disk` in the way that the front-end requested. The descriptor is an
+    /// eventfd; other descriptors were refused when the front-end sent them. A ring that cannot be
+    /// watched (a limit of epoll) is polled.
+    pub fn new(ring: Rc<dyn PollSource>, kick: Kick, disk: &str) -> Self {
+        let is_polled = matches!(kick, Kick::Polled);
+        let descriptor = match kick {
+            Kick::Event(descriptor) => Ok(descriptor),
+            Kick::Polled => eventfd(0, EventfdFlags::CLOEXEC).map_err(io::Error::from),
         };
-        let watch = descriptor.and_then(|descriptor| Watch::new(descriptor, ring).ok());
-        Self { watch, timer }
+        let watch = descriptor.and_then(|descriptor| Watch::new(descriptor, ring));
+        let watch = watch.inspect_err(|error| {
+            tracing::warn!(disk, "a queue is polled, which is slower: cannot watch it: {error}");
+        });
+        let timer = (is_polled || watch.is_err()).then(Timer::new);
+        Self { watch: watch.ok(), timer }
     }
 
     /// Whether the ring may have new entries. If not, the task is woken when there may be some.
@@ -92,5 +98,27 @@ impl Timer {
             self.sleep = Box::pin(sleep(self.interval));
         }
         found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use blockhouse_engine::{EngineChoice, EventLoop, timeout};
+
+    use super::*;
+
+    #[test]
+    fn a_ring_that_cannot_be_watched_is_polled() {
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            let kick = Kick::Event(tempfile::tempfile().unwrap().into());
+            let mut kicks = Kicks::new(Rc::new(()), kick, "disk");
+            let found = poll_fn(|context| match kicks.poll(context, || true) {
+                true => Poll::Ready(()),
+                false => Poll::Pending,
+            });
+            assert_eq!(timeout(Duration::from_secs(30), found).await, Some(()));
+        });
     }
 }

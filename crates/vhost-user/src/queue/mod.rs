@@ -82,7 +82,7 @@ pub async fn run<S: Storage>(
 
 fn watch<S: Storage>(queue: &Rc<Queue<S>>, kick: Kick) -> Kicks {
     queue.set_polled(matches!(kick, Kick::Polled));
-    Kicks::new(Rc::clone(queue) as Rc<dyn PollSource>, kick)
+    Kicks::new(Rc::clone(queue) as Rc<dyn PollSource>, kick, queue.disk.name())
 }
 
 fn handle<S: Storage>(
