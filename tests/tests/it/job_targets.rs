@@ -154,3 +154,45 @@ fn a_target_that_stands_still_keeps_neither_a_client_nor_the_disk() {
     drop(target);
     server.stop();
 }
+
+/// Begins a slow backup `b` to the disk `target` of 4 MiB that the bitmap `old` of the disk
+/// `a.qcow2` marks.
+fn begin_backup(server: &Server, control: &mut Control, target: &str) -> Client {
+    control.get("bitmap.add", json!({ "disk": "a.qcow2", "name": "old", "transient": true }));
+    let mut guest = Client::open(&server.address());
+    (0..4).for_each(|at| assert_eq!(guest.write(at << 20, &[1; 1 << 20], 0), 0));
+    let backup = json!({ "disk": "a.qcow2", "name": "b", "target-disk": target, "bitmap": "old",
+        "sync-bitmap": true, "speed": 1 });
+    control.get("disk.transaction", json!({ "backups": [backup] }));
+    guest
+}
+
+fn bitmaps(control: &mut Control) -> Value {
+    let listed = control.get("bitmap.list", json!({ "disk": "a.qcow2" }));
+    let name_and_bytes = |bitmap: &Value| json!([bitmap["name"], bitmap["count"]]);
+    listed.as_array().expect("a list").iter().map(name_and_bytes).collect()
+}
+
+#[test]
+fn a_backup_that_is_asked_to_complete_is_a_backup() {
+    let scratch = Scratch::new();
+    let image = new_image(&scratch, "a.qcow2", &SIZE.to_string());
+    let target = new_image(&scratch, "b.qcow2", &SIZE.to_string());
+    let (server, mut control) =
+        Serve::new(&scratch, &image).option("--cache", "writeback").start_with_control(&scratch);
+    control.get("disk.open", json!({ "path": target, "name": "target", "cache": "writeback" }));
+    let guest = begin_backup(&server, &mut control, "target");
+    control.refused("job.complete", json!({ "job": "b", "hand-over": true }), FAILED, &["backup"]);
+    let socket = scratch.socket("control");
+    let completing = std::thread::spawn(move || {
+        Control::connect(&socket).call("job.complete", json!({ "job": "b" }))
+    });
+    // The request may arrive before or after the speed.
+    control.get("job.set-speed", json!({ "job": "b" }));
+    wait_for(&mut control, "completed");
+    completing.join().expect("an answer").expect("it completes");
+    control.get("job.complete", json!({ "job": "b" }));
+    assert_eq!(bitmaps(&mut control), json!([["old", 0]]));
+    drop(guest);
+    server.stop();
+}

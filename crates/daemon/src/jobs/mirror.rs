@@ -141,10 +141,12 @@ pub(crate) async fn complete_job(
     if completion != Completion::Switch && job.kind != "mirror" {
         bail!("the job {name:?} is a {}: only a mirror can be completed so", job.kind);
     }
-    // A job that completes by itself may have done so before this call.
-    let is_early = job.completes_by_itself() && job.status() == "completed";
+    // A backup is never the disk's new image.
+    let completion = if job.kind == "backup" { Completion::Copy } else { completion };
     let postponed = job.control.postponements();
-    if !job.control.complete(completion) && !is_early {
+    // A job that completes by itself may have done so already.
+    let is_early = || job.completes_by_itself() && job.status() == "completed";
+    if !job.control.complete(completion) && !is_early() {
         bail!("the job {name:?} is {}, and cannot be completed so", job.status());
     }
     match job.control.ended_or_postponed(postponed).await {

@@ -131,9 +131,9 @@ impl RunningJob {
         }
     }
 
-    /// Whether the job completes when its work is done, without waiting in the stage `Ready`.
+    /// Whether the job completes when its work is done, without a request.
     fn completes_by_itself(&self) -> bool {
-        self.kind == "stream" || self.left_out.get().is_some()
+        ["stream", "backup"].contains(&self.kind) || self.left_out.get().is_some()
     }
 
     fn writes_to(&self, disk: &str) -> bool {
