@@ -196,3 +196,24 @@ fn a_backup_that_is_asked_to_complete_is_a_backup() {
     drop(guest);
     server.stop();
 }
+
+#[test]
+fn a_cancelled_backup_whose_target_stands_still_thaws_its_disk() {
+    let scratch = Scratch::new();
+    let (server, mut control) = serve(&scratch, "a.qcow2");
+    let target = Standing::start(&scratch);
+    control.get("disk.open", json!({ "path": target.uri, "name": "target" }));
+    let guest = begin_backup(&server, &mut control, "target");
+    Standing::stand_still(&scratch.socket("pause"));
+    control.get("job.set-speed", json!({ "job": "b" }));
+    let copied = |control: &mut Control| status(control)["copied"].as_u64();
+    let before = copied(&mut control);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(copied(&mut control), before, "the target stands still");
+    control.get("job.cancel", json!({ "job": "b" }));
+    let is_thawed = || bitmaps(&mut control) == json!([["old", 4 << 20]]);
+    assert!(eventually(LONG, is_thawed), "the backup's bitmap is left");
+    wait_for(&mut control, "cancelled");
+    // The server cannot close its disk `target`.
+    drop((guest, server, target));
+}

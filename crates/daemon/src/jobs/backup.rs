@@ -7,6 +7,7 @@
 //! of a synced bitmap; if the job fails or is cancelled, the synced bitmap stays as it is.
 
 use std::num::NonZeroU64;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -79,13 +80,24 @@ pub(crate) fn start_backup(
     let target = Arc::clone(&target.disk);
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
         let FrozenSource { disk, view, only, synced } = source;
-        let copied = async { copy(job, &view, target, only?).await };
-        let end = copied.await.unwrap_or_else(|error| JobEnd::Failed(error.to_string()));
+        let copied = pin!(async {
+            let copied = async { copy(job, &view, target, only?).await };
+            copied.await.unwrap_or_else(|error| JobEnd::Failed(error.to_string()))
+        });
+        // The copy may wait for its target after the end is decided. The disk is thawed before.
+        let (end, rest) = match select(copied, pin!(job.control.decided())).await {
+            Either::Left((end, _)) => (end, None),
+            Either::Right((end, copied)) => (end, Some(copied)),
+        };
         view.thaw();
-        match synced {
+        let end = match synced {
             Some(bitmap) => sync(&disk.disk, bitmap, end).await,
             None => end,
+        };
+        if let Some(copied) = rest {
+            copied.await;
         }
+        end
     });
     Ok(job)
 }
