@@ -305,6 +305,18 @@ fn what_cannot_be_committed_is_refused_with_a_reason() {
         .expect("it runs");
     let told = String::from_utf8_lossy(&outcome.stderr).into_owned();
     assert!(told.contains("lock"), "{told}");
+    // A commit whose name is taken has not opened the base for writing.
+    let target = scratch.path("mirror.img");
+    let mirror = json!({ "kind": "mirror", "disk": "over.qcow2", "target": target, "job": "m" });
+    control.get("job.start", mirror);
+    control.get("job.cancel", json!({ "job": "m" }));
+    wait_for(&mut control, "m", "cancelled");
+    let mut refused = |given, words: &[&str]| control.refused("job.start", given, FAILED, words);
+    refused(json!({ "kind": "commit", "disk": "over.qcow2", "job": "m" }), &["is called \"m\""]);
+    refused(
+        json!({ "kind": "stream", "disk": "over.qcow2", "base": "/none" }),
+        &["none of its backing files"],
+    );
     let invalid = json!({ "kind": "commit", "disk": "over.qcow2", "target": "/x" });
     control.refused("job.start", invalid, -32602, &["leave target"]);
     control.refused(

@@ -63,10 +63,12 @@ pub(crate) async fn start_commit(
         None
     };
     let state = running.state_use(&source.setup)?;
+    // A name that is taken fails the job before its base is open for writing.
+    let name = running.jobs().new_name(setup.name, "commit")?;
     let base = base_of(running, &source).await?;
-    let name = base.image().image_name().to_owned();
-    let (job, handle) =
-        running.jobs().register(setup.name, "commit", (&setup.disk, &source.disk), (name, None))?;
+    let target = (base.image().image_name().to_owned(), None);
+    let of = (&*setup.disk, &source.disk);
+    let (job, handle) = running.jobs().register_as(&name, "commit", of, target)?;
     job.control.set_speed(setup.speed);
     let mode = setup.mode;
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
@@ -103,7 +105,7 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     if let Err(error) = disk.jobs().attach_base(Arc::clone(&base)).await {
         // Only the first error is reported.
         let _ = base.close().await;
-        return Err(error.into());
+        return Err(fitted.err().unwrap_or_else(|| error.into()));
     }
     keep_vouching(running, &base);
     disk.jobs().settle_base().await?;
