@@ -259,6 +259,22 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     server.stop();
 }
 
+#[test]
+fn a_request_during_an_upgrade_that_fails_causes_one_upgrade() {
+    let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
+    let failing = elsewhere.path("blockhouse-failing");
+    std::fs::write(&failing, "#!/bin/sh\nsleep 0.3\nexit 1\n").expect("a script");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&failing, mode).expect("our own file");
+    let server = serve(&scratch, "raw").0.option("--upgrade-to", &failing).start();
+    let ask = || upgrade(&scratch.socket("control"), &[]).failure("exit status: 1");
+    std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(ask))));
+    ask();
+    let log = server.log();
+    assert_eq!(log.matches("not upgraded, this server goes on").count(), 3, "{log}");
+    server.stop();
+}
+
 /// Each of several concurrent upgrades succeeds or gets an error, and no replaced server remains.
 #[test]
 fn upgrades_at_once_leave_one_server_and_an_answer_for_each() {

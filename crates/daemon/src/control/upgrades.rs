@@ -6,10 +6,14 @@ use std::sync::Arc;
 
 use futures_channel::oneshot;
 use parking_lot::Mutex;
-use signal_hook::consts::SIGUSR2;
+use signal_hook::consts::SIGURG;
 use signal_hook::low_level::raise;
 
 use super::methods::UpgradeReply;
+
+/// The signal that wakes the main thread for requested upgrades. SIGUSR2 asks for an upgrade
+/// without a request. SIGURG from another program has no effect, as in a process without a handler.
+pub const REQUESTED: i32 = SIGURG;
 
 /// The treatment of clients with TLS, which cannot be handed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,9 +63,8 @@ impl UpgradeRequests {
             }
             state.waiting.push_back(UpgradeRequest { binary, encrypted, reply });
         }
-        // Wakes the main thread, which waits for signals: SIGUSR2 requests an upgrade. `raise`
-        // fails only for invalid signals.
-        let _ = raise(SIGUSR2);
+        // `raise` fails only for invalid signals.
+        let _ = raise(REQUESTED);
         outcome
     }
 

@@ -19,7 +19,7 @@ use blockhouse_nbd::uri::Address;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
-use crate::control::upgrades::{EncryptedClients, UpgradeRequest, UpgradeRequests};
+use crate::control::upgrades::{EncryptedClients, REQUESTED, UpgradeRequest, UpgradeRequests};
 use crate::control::{MonitorProtocol, UpgradeReply};
 use crate::endpoints::sockets::{self, ListenSocket};
 use crate::endpoints::tls::Tls;
@@ -56,8 +56,8 @@ pub fn run(
     ready: impl FnOnce(&Service),
 ) -> Result<()> {
     // The handlers are installed before any thread starts, so that no signal is missed.
-    let mut signals =
-        Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2]).context("cannot watch for signals")?;
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2, REQUESTED])
+        .context("cannot watch for signals")?;
     // With a handler, a write beyond the limit on file sizes fails with EFBIG and does not kill the
     // process.
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
@@ -79,7 +79,7 @@ pub fn run(
                 service.refresh_sizes();
                 service.reload();
             }
-            Some(SIGUSR2) => match upgrade(&service, &launcher, &upgrades) {
+            Some(by @ (SIGUSR2 | REQUESTED)) => match upgrade(&service, &launcher, &upgrades, by) {
                 Upgrade::GoesOn => {}
                 Upgrade::Done => {
                     // A stop signal that came meanwhile is passed to the process that serves now.
@@ -104,7 +104,8 @@ pub fn run(
     tracing::debug!("finishing what is in flight");
     // The thread was started early, because at a limit on threads none might be available now.
     stopper.stop(service);
-    let mut stops = signals.forever().filter(|signal| ![SIGHUP, SIGUSR2].contains(signal));
+    let mut stops =
+        signals.forever().filter(|signal| ![SIGHUP, SIGUSR2, REQUESTED].contains(signal));
     if stops.any(|_| !request.is_repeated_at(Instant::now())) {
         bail!("quit at once on a second signal; what was in flight may be lost");
     }
@@ -403,9 +404,13 @@ enum Upgrade {
     Lost(anyhow::Error),
 }
 
-/// Executes the requested upgrades until one succeeds.
-fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -> Upgrade {
+/// Executes the requested upgrades until one succeeds. The signal `by` has asked for them.
+fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests, by: i32) -> Upgrade {
     let mut request = upgrades.take();
+    if request.is_none() && by == REQUESTED {
+        // An earlier call has executed the request.
+        return Upgrade::GoesOn;
+    }
     loop {
         // Without a request, a signal asked for the upgrade.
         let (binary, encrypted, reply) = match request {
