@@ -409,11 +409,11 @@ impl Running {
     /// held changes.
     ///
     /// # Errors
-    /// There is no such disk, or its image became shorter.
+    /// There is no such disk, its image became shorter, or a job works on the disk that would grow.
     pub(crate) async fn refresh(&self, name: &str) -> Result<Refreshed> {
         let claimed = self.claim_disk(name).await?;
         let disk = &claimed.disk.disk;
-        let refreshed = disk.refresh_size().await;
+        let refreshed = disk.refresh_size(self.check_free(name).is_err()).await;
         let held = disk.hold().count();
         disk.hold().release();
         if let Some(size) = refreshed? {

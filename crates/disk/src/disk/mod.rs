@@ -74,6 +74,7 @@ use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
 pub(crate) use quiesced::check_overlay_size;
 pub use quiesced::{QuiescedDisk, ReplacedImage};
+pub(crate) use resize::Resize;
 pub use stats::DiskStats;
 use write_protection::WriteProtection;
 

@@ -112,7 +112,7 @@ impl<S: Storage> Disk<S> {
 }
 
 /// The steps of a resize.
-struct Resize<'a, S: Storage>(&'a Disk<S>);
+pub(crate) struct Resize<'a, S: Storage>(pub(crate) &'a Disk<S>);
 
 impl<'a, S: Storage> Resize<'a, S> {
     /// Prepares the new part of a longer disk. Meanwhile writes continue; a change of the whole
@@ -154,7 +154,7 @@ impl<'a, S: Storage> Resize<'a, S> {
 
     /// Sets the bitmaps of the new size if the disk has it, also after an error: a size change can
     /// fail after the new size is visible, and bitmaps of another size would lose changes.
-    fn set_transient_bitmaps(&self, bitmaps: TransientBitmaps, size: u64) {
+    pub(crate) fn set_transient_bitmaps(&self, bitmaps: TransientBitmaps, size: u64) {
         if self.0.size() == size {
             self.0.transient_bitmaps.set(bitmaps, &self.0.observers);
         }
@@ -167,7 +167,7 @@ impl<'a, S: Storage> Resize<'a, S> {
 
     /// Begins a change of tables, which must not overlap a snapshot. If there are bitmaps, guests'
     /// changes are held off, too, because bitmaps are resized as a whole.
-    async fn begin(&self) -> Result<Either<QuiescedGuard<'a>, WriteGuard<'a>>> {
+    pub(crate) async fn begin(&self) -> Result<Either<QuiescedGuard<'a>, WriteGuard<'a>>> {
         if !self.has_bitmaps() {
             let change = self.0.quiesce.begin_write().await;
             // The first bitmap may have been added during the wait. None is added from here on.

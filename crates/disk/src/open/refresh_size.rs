@@ -2,6 +2,7 @@
 //! block device by its volume manager, an image in Ceph by `rbd resize`.
 
 use super::image_disk::ImageDisk;
+use crate::disk::Resize;
 use blockhouse_core::{Error, ErrorKind, Result, Storage as _};
 
 /// Bytes of a sector: the size of a guest's disk is a multiple of it.
@@ -14,9 +15,10 @@ impl ImageDisk {
     /// export of another server, and a raw disk with a side file, keep their size.
     ///
     /// # Errors
-    /// Host errors, or `InvalidInput` if the file became shorter, because the missing part can be
-    /// neither read nor kept; the disk stays as it is.
-    pub async fn refresh_size(&self) -> Result<Option<u64>> {
+    /// Host errors; `InvalidInput` if the file became shorter, because the missing part can be
+    /// neither read nor kept, or if the disk would grow and `has_job`, because jobs keep the size
+    /// that they began with; `Io` if requests in flight take too long. The disk stays as it is.
+    pub async fn refresh_size(&self, has_job: bool) -> Result<Option<u64>> {
         let image = self.begin_use();
         let storage = image.format().storage().storage();
         if !image.format().is_raw() {
@@ -28,27 +30,49 @@ impl ImageDisk {
             }
             return Ok(None);
         }
-        let Some(size) = storage.query_size().await? else {
-            return Ok(None);
+        let grown = async || match storage.query_size().await? {
+            Some(size) => self.check_grown(size, has_job),
+            None => Ok(None),
         };
-        let (old, new) = (self.size(), size.next_multiple_of(SECTOR));
-        if new < old {
-            let what = format!("the image has {size} bytes now, fewer than the disk's {old}");
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
-        }
-        if new == old {
+        if grown().await?.is_none() {
             return Ok(None);
         }
+        // If the disk has bitmaps in memory, no change is in flight.
+        let _change = Resize(self).begin().await?;
         // No request may be in flight to a last partial block, which becomes an ordinary block.
-        let _claim = image.layer().claims().claim_end(self.size()).await;
+        let claims = image.layer().claims();
+        let _claim = self.patiently(claims.claim_end(self.size())).await?;
+        // The file may have grown further during the waits.
+        let Some((size, new)) = grown().await? else { return Ok(None) };
+        let bitmaps = self.transient_bitmaps.get().resized(new)?;
         storage.set_min_size(size);
+        Resize(self).set_transient_bitmaps(bitmaps, new);
         Ok(Some(new))
+    }
+
+    /// The bytes of the file and of its disk, if the file of `size` bytes is longer than the disk.
+    fn check_grown(&self, size: u64, has_job: bool) -> Result<Option<(u64, u64)>> {
+        let (old, new) = (self.size(), size.next_multiple_of(SECTOR));
+        let refuse = |what| Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        match new {
+            _ if new < old => {
+                refuse(format!("the image has {size} bytes now, fewer than the disk's {old}"))
+            }
+            _ if new == old => Ok(None),
+            _ if has_job => refuse(format!(
+                "the image has {size} bytes now, and a job works on the disk of {old}: refresh it after the job"
+            )),
+            _ => Ok(Some((size, new))),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
+
+    use blockhouse_core::{Buffer, Durability, ErrorKind, Request};
+    use blockhouse_format::{BitmapAction, NewBitmap};
 
     use crate::{Disk, Options};
 
@@ -60,16 +84,27 @@ mod tests {
             let storage =
                 HostFile::open(file.path(), OpenMode::ReadWrite, PageCache::Used).unwrap();
             let disk = Disk::raw(storage.into(), Options::default()).unwrap();
-            assert_eq!(disk.refresh_size().await.unwrap(), None);
+            let new =
+                NewBitmap { name: "b".into(), granularity: Some(512 << 10), is_enabled: true };
+            disk.bitmaps().add_transient(&new).await.unwrap();
+            assert_eq!(disk.refresh_size(false).await.unwrap(), None);
             file.as_file().set_len(3 << 20).unwrap();
-            assert_eq!(disk.refresh_size().await.unwrap(), Some(3 << 20));
+            let refused = disk.refresh_size(true).await.unwrap_err();
+            assert_eq!((refused.kind(), disk.size()), (ErrorKind::InvalidInput, 1 << 20));
+            assert_eq!(disk.refresh_size(false).await.unwrap(), Some(3 << 20));
+            assert_eq!(disk.bitmaps().dirty_bytes("b").await.unwrap(), 2 << 20);
+            disk.bitmaps().change("b", BitmapAction::Clear).await.unwrap();
+            let from = Buffer::new(512).lend();
+            let write = Request::Write { offset: 2 << 20, from, durability: Durability::None };
+            disk.submit(write).await.unwrap();
+            assert_eq!(disk.bitmaps().dirty_bytes("b").await.unwrap(), 512 << 10);
             assert_eq!(disk.size(), 3 << 20);
             file.as_file().set_len(1 << 20).unwrap();
-            assert!(disk.refresh_size().await.is_err());
+            assert!(disk.refresh_size(false).await.is_err());
             assert_eq!(disk.size(), 3 << 20);
             file.as_file().set_len((3 << 20) + 1).unwrap();
-            assert_eq!(disk.refresh_size().await.unwrap(), Some((3 << 20) + 512));
-            assert_eq!(disk.refresh_size().await.unwrap(), None);
+            assert_eq!(disk.refresh_size(false).await.unwrap(), Some((3 << 20) + 512));
+            assert_eq!(disk.refresh_size(false).await.unwrap(), None);
         });
     }
 }

@@ -360,7 +360,7 @@ fn a_resize_is_told() {
     let disk = Arc::clone(&served.disk);
     // Any loop will do.
     let loops = Loops::start(1);
-    let grown = loops.handles[0].spawn(move || async move { disk.refresh_size().await });
+    let grown = loops.handles[0].spawn(move || async move { disk.refresh_size(false).await });
     assert_eq!(grown.wait().unwrap().unwrap(), Some(2 * SIZE));
     served.device().resized();
     handler.handle_request().unwrap();
