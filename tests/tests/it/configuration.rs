@@ -6,7 +6,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::command;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::pki::psk_file;
-use blockhouse_tests::upgrade::upgrade_in_the_end;
+use blockhouse_tests::upgrade::{upgrade, upgrade_in_the_end};
 use blockhouse_tests::{
     Scratch, Serve, Server, eventually, image_tool::str, nbd_uri, need, require, run, tool,
 };
@@ -85,6 +85,27 @@ fn a_reload_adds_and_removes_without_touching_the_rest() {
     assert_eq!(names(&mut control), ["a.img", "extra"]);
     server.stop();
     assert!(!scratch.socket("nbd").exists());
+}
+
+/// The main thread does not wait for the reload, so it refuses an upgrade after a few seconds.
+#[test]
+fn a_reload_that_waits_for_storage_keeps_no_request_from_its_answer() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let a = disk(&scratch, "a.img", "");
+    write(&config, &[table.clone(), a.clone()]);
+    let server = start(&scratch, &config, 1);
+    let silent = scratch.socket("silent");
+    let listener = std::os::unix::net::UnixListener::bind(&silent).expect("a socket");
+    let remote = format!("[[disk]]\npath = \"{}\"\nname = \"far\"\n", nbd_uri("", &silent));
+    write(&config, &[table, a, remote]);
+    server.signal(Signal::HUP);
+    let (stream, _) = listener.accept().expect("the reload connects");
+    upgrade(&scratch.socket("control"), &[]).failure("a reload, is still being carried out");
+    drop((stream, listener));
+    let is_told = || server.log().contains("reloaded the configuration");
+    assert!(eventually(Duration::from_secs(60), is_told), "{}", server.log());
+    server.stop();
 }
 
 #[test]

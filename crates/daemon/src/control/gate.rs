@@ -2,6 +2,9 @@
 //! progress. After a successful hand-over no request is executed, because the images belong to
 //! another process.
 
+use std::ops::Deref;
+use std::sync::Arc;
+
 use blockhouse_core::sync::Condvar;
 use parking_lot::Mutex;
 
@@ -20,7 +23,7 @@ struct State {
 }
 
 /// Guard of a request in progress.
-pub struct Inside<'a>(&'a Gate);
+pub struct Inside<G: Deref<Target = Gate>>(G);
 
 /// Guard of the closed gate: no request is executed until this is dropped.
 pub struct Closed<'a>(&'a Gate);
@@ -28,7 +31,7 @@ pub struct Closed<'a>(&'a Gate);
 impl Gate {
     /// Waits until requests may be executed. `None` if the gate is sealed, because no request is
     /// executed after that.
-    pub async fn enter(&self) -> Option<Inside<'_>> {
+    pub async fn enter(&self) -> Option<Inside<&Self>> {
         self.opened
             .wait_until(|| {
                 let mut state = self.state.lock();
@@ -42,6 +45,18 @@ impl Gate {
                 Some(Some(Inside(self)))
             })
             .await
+    }
+
+    /// As [`enter`](Self::enter), for work that outlives the caller. `None` if the gate is closed.
+    pub(crate) fn try_enter(self: Arc<Self>) -> Option<Inside<Arc<Self>>> {
+        {
+            let mut state = self.state.lock();
+            if state.is_sealed || state.is_closed {
+                return None;
+            }
+            state.inside += 1;
+        }
+        Some(Inside(self))
     }
 
     /// Whether the gate is sealed: no request is executed from then on.
@@ -67,7 +82,7 @@ impl Closed<'_> {
     }
 }
 
-impl Drop for Inside<'_> {
+impl<G: Deref<Target = Gate>> Drop for Inside<G> {
     fn drop(&mut self) {
         self.0.state.lock().inside -= 1;
     }

@@ -120,7 +120,7 @@ pub fn hand_over(
     let mut destination = Destination::start(launcher, binary.as_deref())?;
     let Some(control) = service.pause_control(CONTROL_TIME) else {
         bail!(
-            "a request at the control socket is still being carried out; try again when it is done"
+            "a request at the control socket, or a reload, is still being carried out; try again when it is done"
         );
     };
     check_keys(service)?;

@@ -11,6 +11,7 @@ use blockhouse_config::control_socket::Answers;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::offers::Offer;
 use blockhouse_config::setup::Setup;
+use blockhouse_engine::Handle;
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
@@ -38,6 +39,9 @@ use crate::sandbox::SandboxReport;
 /// The interval of attempts to close a gate between requests.
 const CONTROL_RETRY: Duration = Duration::from_millis(5);
 
+/// How long the end of the server waits for work of its own.
+const MAX_OWN_WORK: Duration = Duration::from_secs(5);
+
 /// Everything that serves.
 pub struct Service {
     workers: Workers,
@@ -48,6 +52,10 @@ pub struct Service {
     /// The loop that reads the configuration again, if there is one, so that no guest waits while
     /// disks are opened.
     reloads: Option<Workers>,
+    /// The gate for work that no request asks for: the start of prefetches, and reloads and
+    /// refreshes after a signal. The main thread does not wait for this work, because the storage
+    /// of a disk may hang.
+    own_work: Arc<Gate>,
 }
 
 impl Service {
@@ -78,7 +86,9 @@ impl Service {
             exports.serve_socket(bound, security, offers.collect(), connections)?;
             added.into_iter().for_each(|added| exports.keep_socket(&address, added));
         }
-        Ok(Self { workers, running, control: None, monitor: None, metrics: None, reloads: None })
+        let (control, monitor, metrics, reloads) = (None, None, None, None);
+        let own_work = Arc::default();
+        Ok(Self { workers, running, control, monitor, metrics, reloads, own_work })
     }
 
     /// Serves vhost-user-blk devices at their sockets.
@@ -230,12 +240,24 @@ impl Service {
         &self.running
     }
 
-    /// Holds off requests of the control socket and of QMP once the requests in progress have
-    /// completed. `None` if these take longer than `time`.
+    /// Begins work that no request asks for on a loop. The main thread calls this, and closes the
+    /// gate only during an upgrade and at the end.
+    fn do_own_work(&self, handle: &Handle, work: impl AsyncFnOnce(&Running) + Send + 'static) {
+        let Some(inside) = Arc::clone(&self.own_work).try_enter() else { return };
+        let running = Arc::clone(&self.running);
+        drop(handle.spawn(move || async move {
+            work(&running).await;
+            drop(inside);
+        }));
+    }
+
+    /// Holds off requests of the control socket and of QMP, and the server's own work, once those
+    /// in progress have completed. `None` if these take longer than `time`.
     pub(crate) fn pause_control(&self, time: Duration) -> Option<Vec<Closed<'_>>> {
         let deadline = Instant::now() + time;
         let control = self.control.iter().map(Control::gate);
         let gates = control.chain(self.monitor.iter().map(|monitor| monitor.gate()));
+        let gates = gates.chain([&*self.own_work]);
         gates.map(|gate| pause(gate, deadline)).collect()
     }
 
@@ -253,24 +275,25 @@ impl Service {
     /// Adopts the sizes of images that became longer, notifies guests, and retries held writes.
     pub(crate) fn refresh_sizes(&self) {
         for disk in self.disks() {
-            let (running, name) = (Arc::clone(&self.running), disk.name().to_owned());
-            let refreshed = self.workers.run(move || async move { running.refresh(&name).await });
-            if let Err(error) = refreshed {
-                tracing::error!("{error:#}");
-            }
+            let name = disk.name().to_owned();
+            self.do_own_work(self.workers.first(), async move |running| {
+                if let Err(error) = running.refresh(&name).await {
+                    tracing::error!("{error:#}");
+                }
+            });
         }
     }
 
     /// Reads the configuration again, if there is one, and logs the changes.
     pub(crate) fn reload(&self) {
         let Some(path) = self.running.configuration().path().map(ToOwned::to_owned) else { return };
-        let running = Arc::clone(&self.running);
         let Some(workers) = &self.reloads else { return };
-        let outcome = workers.run(move || async move { reload::reload(&running, &path).await });
-        match outcome {
-            Ok(done) => done.log(),
-            Err(error) => tracing::error!("not reloaded, everything stays as it is: {error:#}"),
-        }
+        self.do_own_work(workers.first(), async move |running| {
+            match reload::reload(running, &path).await {
+                Ok(done) => done.log(),
+                Err(error) => tracing::error!("not reloaded, everything stays as it is: {error:#}"),
+            }
+        });
     }
 
     /// A line with the address of each export, for when everything listens; with engine, FUA and
@@ -324,7 +347,8 @@ impl Service {
     /// Stops accepting, completes what is in flight, and flushes. Requests whose storage does not
     /// answer are dropped.
     pub(crate) fn end(self) -> Result<()> {
-        let Self { workers, running, control, monitor, metrics, reloads } = self;
+        let Self { workers, running, control, monitor, metrics, reloads, own_work } = self;
+        let own_work = pause(&own_work, Instant::now() + MAX_OWN_WORK).map(Closed::seal);
         // The metrics server holds the disks, so it ends first.
         metrics.into_iter().for_each(MetricsServer::stop);
         // Requests that the limits delay are admitted, so that the end does not wait for the
@@ -343,7 +367,7 @@ impl Service {
         let (are_closed, outcome) = workers.run(move || close_all(disks, is_finished));
         let asked = finished.map(|finished| finished.asked).unwrap_or_default();
         let loops = [jobs, reloads].into_iter().flatten().chain(asked).chain([workers]);
-        if !(is_finished && are_closed) {
+        if !(is_finished && are_closed && own_work.is_some()) {
             tracing::warn!(
                 "ends beside what does not: requests, clients, or what the control socket was asked for"
             );
