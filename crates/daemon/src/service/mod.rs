@@ -119,13 +119,13 @@ impl Service {
     /// Runs jobs on this loop: requested jobs, and the prefetches of disks.
     pub(crate) fn add_jobs(&self, workers: Option<Workers>) {
         let Some(workers) = workers else { return };
-        let (handle, running) = (workers.first().clone(), Arc::clone(&self.running));
+        let handle = workers.first().clone();
         self.running.jobs().run_on(workers);
-        drop(handle.spawn(move || async move {
+        self.do_own_work(&handle, async |running| {
             for disk in running.disks().all() {
-                begin_prefetch(&running, &disk).await;
+                begin_prefetch(running, &disk).await;
             }
-        }));
+        });
     }
 
     /// Serves the methods in `answers` at a control socket.
