@@ -46,6 +46,8 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
 /// How long clients may take to receive their last replies, and requests to complete.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
+/// How long images may take to write and flush everything before clients wait.
+const AHEAD_TIME: Duration = Duration::from_secs(60);
 /// How long images may take to write and flush everything while clients wait.
 const SETTLE_TIME: Duration = Duration::from_secs(2);
 /// How long requests in progress at the control socket may take.
@@ -277,7 +279,7 @@ fn give(
     });
     // A client may have completed a TLS handshake since the first check.
     check_not_encrypted(service)?;
-    let ahead = flush_disks_ahead(service);
+    let ahead = flush_disks_ahead(service)?;
     let begin = Instant::now();
     let (connections, frontends) = pause(service, begin + DRAIN_TIME)?;
     let drained = begin.elapsed();
@@ -318,12 +320,16 @@ fn give(
 
 /// Writes and flushes all images while they are served, so that little is left to do during the
 /// gap.
-fn flush_disks_ahead(service: &Service) -> FlushedAhead {
+fn flush_disks_ahead(service: &Service) -> Result<FlushedAhead> {
     let disks = service.disks();
-    service.workers().run(move || async move {
+    let flushed = service.workers().run(move || async move {
         let disks: Vec<_> = disks.iter().map(|disk| &*disk.disk).collect();
-        // A failure is ignored: `settle` flushes the images again and reports it.
-        rare(flush_ahead(&disks, SyncMode::Data)).await.unwrap_or_default()
+        timeout(AHEAD_TIME, rare(flush_ahead(&disks, SyncMode::Data))).await
+    });
+    // A failure is ignored: `settle` flushes the images again and reports it.
+    let ahead = flushed.map(Result::unwrap_or_default);
+    ahead.with_context(|| {
+        format!("a flush of the disks did not complete within {AHEAD_TIME:?}; see that their storage answers")
     })
 }
 
