@@ -14,12 +14,13 @@ use std::io;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockhouse_config::metrics_address::MetricsAddress;
 use blockhouse_core::{Buffer, IoVectorList};
-use blockhouse_engine::{Listener, Stream, Submission, sleep, timeout};
+use blockhouse_engine::{Listener, Stream, sleep, timeout};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 use futures_channel::oneshot;
@@ -43,6 +44,9 @@ const MAX_STREAMS: usize = 4;
 const GRACE: Duration = Duration::from_secs(1);
 /// The delay before another attempt to bind the address.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
+/// How long the end of the server waits for the loop, which waits for the file system of an image
+/// when it gathers the metrics.
+const MAX_STOP_TIME: Duration = Duration::from_secs(5);
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
 
@@ -59,7 +63,8 @@ pub(crate) fn bind(address: &MetricsAddress) -> Result<BoundSocket> {
 pub struct MetricsServer {
     workers: Workers,
     stop: oneshot::Sender<()>,
-    over: Submission<()>,
+    /// Its sender is dropped when the loop serves no longer.
+    over: mpsc::Receiver<()>,
 }
 
 impl MetricsServer {
@@ -96,7 +101,9 @@ impl MetricsServer {
         bind: impl AsyncFnOnce() -> BoundSocket + Send + 'static,
     ) -> Self {
         let (stop, stopped) = oneshot::channel();
-        let over = workers.first().spawn(move || async move {
+        let (is_over, over) = mpsc::channel();
+        drop(workers.first().spawn(move || async move {
+            let _is_over = is_over;
             let serving = async {
                 let bound = bind().await;
                 if let Err(error) = serve(bound, &*observed).await {
@@ -105,7 +112,7 @@ impl MetricsServer {
             };
             // Answers in flight are dropped: they only read, so nothing is lost.
             select(pin!(serving), stopped).await;
-        });
+        }));
         Self { workers, stop, over }
     }
 
@@ -113,7 +120,10 @@ impl MetricsServer {
     pub fn stop(self) {
         // The server may have ended already.
         let _ = self.stop.send(());
-        let _ = self.over.wait();
+        if self.over.recv_timeout(MAX_STOP_TIME) == Err(RecvTimeoutError::Timeout) {
+            tracing::warn!("ends beside its metrics: the file system of an image does not answer");
+            return std::mem::forget(self.workers);
+        }
         self.workers.stop();
     }
 }
