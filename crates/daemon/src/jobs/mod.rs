@@ -79,6 +79,14 @@ struct State {
     is_over: bool,
 }
 
+impl State {
+    /// Keeps jobs that leave the list while they have operations in flight at their target.
+    fn unlist(&mut self, jobs: &[Arc<RunningJob>]) {
+        self.unanswered.extend_from_slice(jobs);
+        self.unanswered.retain(|job| !job.target_is_free.load(Ordering::SeqCst));
+    }
+}
+
 /// The name of a job that is about to start, reserved until this is dropped.
 pub(crate) struct NewJobName<'a> {
     jobs: &'a Jobs,
@@ -319,7 +327,7 @@ impl Jobs {
         let surplus = ended.len().saturating_sub(MAX_ENDED);
         let old = &ended[..surplus];
         state.jobs.retain(|job| !old.iter().any(|old| Arc::ptr_eq(old, job)));
-        state.unanswered.extend_from_slice(old);
+        state.unlist(old);
         Ok((job, handle))
     }
 
@@ -334,7 +342,7 @@ impl Jobs {
         }
         let mut state = self.0.lock();
         state.jobs.retain(|other| !Arc::ptr_eq(other, &job));
-        state.unanswered.push(job);
+        state.unlist(&[job]);
         Ok(())
     }
 
