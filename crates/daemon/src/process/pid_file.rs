@@ -32,6 +32,9 @@ impl PidFile {
         // The working directory may change later.
         let path = std::path::absolute(path).map_err(failed)?;
         let new = path.with_added_extension(format!("{}.new", std::process::id()));
+        // A killed process with the same id, as in a container, has left the file. Mostly there is
+        // none.
+        let _ = fs::remove_file(&new);
         let mut options = fs::OpenOptions::new();
         let mut file =
             options.write(true).create_new(true).mode(0o644).open(&new).map_err(failed)?;
@@ -84,6 +87,8 @@ mod tests {
         fs::create_dir(&folder).expect("a folder");
         let path = folder.join("server.pid");
         fs::write(&path, "1\n").expect("an older file");
+        let left = folder.join(format!("server.pid.{}.new", std::process::id()));
+        fs::write(left, "").expect("the rest of a killed process");
         let file = PidFile::write(&path).expect("it is replaced");
         assert_eq!(fs::read_to_string(&path).expect("a file"), number());
         drop(file);
