@@ -147,6 +147,16 @@ fn what_fails_leaves_all_as_it_was() {
         &["export.list"],
     );
     control.refused("disk.close", json!({ "disk": "x" }), FAILED, &["\"x\"", "disk.list"]);
+    for (format, option) in [
+        ("raw", json!({ "backing-format": "raw" })),
+        ("raw", json!({ "data-file-raw": true })),
+        ("qcow2", json!({ "backing-format": "raw" })),
+        ("qcow2", json!({ "data-file-raw": true })),
+    ] {
+        let mut image = json!({ "path": scratch.path("new"), "format": format, "size": MIB });
+        image.as_object_mut().expect("an object").extend(option.as_object().expect("too").clone());
+        control.refused("image.create", image, INVALID_PARAMS, &[]);
+    }
     let size = |size: u64| json!({ "disk": "first", "size": size });
     control.refused("disk.resize", size(512), FAILED, &["would be lost", "shrink"]);
     control.refused("disk.resize", size(MIB + 1), FAILED, &["512"]);

@@ -29,12 +29,14 @@ pub(super) async fn create(running: &Running, given: ImageCreateParams) -> Outco
 /// Refuses options that a raw image does not have.
 fn check_plain(given: &ImageCreateParams) -> Result<(), Failure> {
     let has_options = given.backing.is_some()
+        || given.backing_format.is_some()
         || given.cluster_size.is_some()
         || given.refcount_bits.is_some()
         || given.compression.is_some()
         || given.extended_l2
         || given.lazy_refcounts
-        || given.data_file.is_some();
+        || given.data_file.is_some()
+        || given.data_file_raw;
     if has_options {
         Err(invalid("a raw image has only a size: leave the options of qcow2 out".into()))
     } else {
@@ -52,6 +54,9 @@ fn options(given: &ImageCreateParams) -> Result<CreateOptions, Failure> {
         _ => return Err(invalid("backing and backing-format need each other".into())),
     };
     given.data_file.iter().try_for_each(|path| check_absolute(path)).map_err(invalid)?;
+    if given.data_file_raw && given.data_file.is_none() {
+        return Err(invalid("data-file-raw needs data-file".into()));
+    }
     let raw = given.data_file_raw.into();
     let data_file = given
         .data_file
