@@ -55,6 +55,8 @@ pub struct PreparedDevice<S: Storage> {
     disk: Arc<Disk<S>>,
     image: String,
     end: Arc<UnexpectedEnd>,
+    /// Whether another process has handed the device over, and has counted it as a client.
+    is_handed_over: bool,
 }
 
 /// A device that another process serves and hands over.
@@ -89,7 +91,8 @@ impl HandedOverDevice {
         disk: &Arc<Disk<S>>,
         loops: &[Handle],
     ) -> Result<PreparedDevice<S>, Error> {
-        PreparedDevice::acquire(self.control, self.options, disk, loops)
+        let device = PreparedDevice::acquire(self.control, self.options, disk, loops)?;
+        Ok(PreparedDevice { is_handed_over: true, ..device })
     }
 }
 
@@ -186,7 +189,8 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters, &end);
         (owner.device, owner.queues) = (Some(device), queues);
         wait_until_fetched(&acquired, &fetched)?;
-        Ok(Self { owner, info, disk: Arc::clone(disk), image: options.image, end })
+        let (disk, image) = (Arc::clone(disk), options.image);
+        Ok(Self { owner, info, disk, image, end, is_handed_over: false })
     }
 
     /// The number, N of `/dev/ublkbN`.
@@ -207,7 +211,7 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
     /// The reason why the device is not served. A new device is removed again; a device that was
     /// taken over waits for a server again once this process has ended.
     pub fn start(self, removed: impl FnOnce() + Send + 'static) -> Result<Server<S>, Error> {
-        let Self { mut owner, info, disk, image, end } = self;
+        let Self { mut owner, info, disk, image, end, is_handed_over } = self;
         end.call(removed);
         let started = lifecycle::start(&mut owner.control, &owner.acquired, own_process());
         // After a failure this process removes a new device, so the end of its queues is expected.
@@ -215,7 +219,10 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         owner.is_started = true;
         let Acquired { origin, parameters, .. } = owner.acquired;
         let gates = owner.queues.iter().map(|queue| Arc::clone(&queue.gate)).collect();
-        let client = disk.stats().enter_client(ExportKind::Ublk);
+        let client = match is_handed_over {
+            true => disk.stats().enter_client_again(ExportKind::Ublk),
+            false => disk.stats().enter_client(ExportKind::Ublk),
+        };
         let owner = Mutex::new(owner);
         let server = Server { disk, info, owner, gates, image, end, _client: client };
         if origin != Origin::Added && parameters.size != server.disk.size() {
