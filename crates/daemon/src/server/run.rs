@@ -71,7 +71,14 @@ pub fn run(
     service_manager::prepare();
     let upgrades = UpgradeRequests::default();
     let (service, pid_file) = begin(setup, protocol, &launcher, &upgrades, ready)?;
-    let stopper = Stopper::start(signals.handle())?;
+    let stopper = match Stopper::start(signals.handle()) {
+        Ok(stopper) => stopper,
+        Err(error) => {
+            // The first error is returned.
+            let _ = service.end();
+            return Err(error);
+        }
+    };
     loop {
         match signals.forever().next() {
             Some(SIGHUP) if !setup.ends_at_hangup => {
