@@ -2,7 +2,8 @@
 //! and descriptors that the manager keeps.
 //!
 //! Reason: a server in its sandbox cannot create this socket. Guarantee: a lost message has no
-//! effect on the server. Without a manager nothing is sent.
+//! effect on the server, and a manager that does not receive delays the server by
+//! [`MAX_SEND_TIME`] for each. Without a manager nothing is sent.
 
 use std::ffi::OsStr;
 use std::fmt::Write;
@@ -12,11 +13,16 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, sendmsg_addr,
 };
 use sd_notify::NotifyState;
+
+/// How long a message waits for room in the manager's queue. Reason: a lost `READY=1` would end the
+/// server.
+const MAX_SEND_TIME: Duration = Duration::from_secs(5);
 
 /// The socket and the manager's address; `None` without a manager.
 static MANAGER: OnceLock<Option<(UnixDatagram, SocketAddrUnix)>> = OnceLock::new();
@@ -31,7 +37,9 @@ fn manager(name: &OsStr) -> Option<(UnixDatagram, SocketAddrUnix)> {
         Some(name) => SocketAddrUnix::new_abstract_name(name),
         None => SocketAddrUnix::new(name),
     };
-    Some((UnixDatagram::unbound().ok()?, address.ok()?))
+    let socket = UnixDatagram::unbound().ok()?;
+    socket.set_write_timeout(Some(MAX_SEND_TIME)).ok()?;
+    Some((socket, address.ok()?))
 }
 
 /// Sends states to the manager.
