@@ -66,8 +66,9 @@ pub(super) fn check(program: &Path, reach: &ToldReach) -> Result<PathBuf> {
 /// is in a mount and can be changed from below `/opt`.
 pub fn read_mounts(text: &[u8]) -> bool {
     Mounts::parse(text).is_some_and(|mounts| {
-        let place = mounts.place_in(Path::new("/opt/a b/c"), None);
-        place.is_some_and(|place| mounts.are_below(Path::new("/opt"), None, &place))
+        let place = |path| mounts.place_in(Path::new(path), None);
+        place("/opt/a b/c")
+            .is_some_and(|file| mounts.are_below(Path::new("/opt"), place("/opt"), &file))
     })
 }
 
@@ -140,10 +141,9 @@ impl Mounts {
 
     /// Whether a process that can write below `folder` can change the file at `path`: the file is
     /// below `folder` in its file system, or in a file system that is mounted below `folder`. Both
-    /// paths are canonical. Also true if the location of the file is unknown.
+    /// paths are canonical. Also true if the location of the file or of the folder is unknown.
     fn reaches(&self, folder: &Path, path: &Path) -> bool {
         let Some(place) = self.place(path) else { return true };
-        // If the location of the folder is unknown, only the mounts below the folder count.
         self.are_below(folder, self.place(folder), &place)
     }
 
@@ -156,7 +156,7 @@ impl Mounts {
     ) -> bool {
         let is_above = |one: &str, root: &Path| one == *device && place.starts_with(root);
         let mut mounted = self.0.iter().filter(|mount| mount.point.starts_with(folder));
-        own.is_some_and(|(device, root)| is_above(device, &root))
+        own.is_none_or(|(device, root)| is_above(device, &root))
             || mounted.any(|mount| is_above(&mount.device, &mount.root))
     }
 }
@@ -214,6 +214,8 @@ mod tests {
         assert!(reaches(&mounts, "/opt/a b/blockhouse"));
         assert!(reaches(&mounts, "/usr/local/bin/blockhouse"));
         assert!(!reaches(&mounts, "/usr/bin/blockhouse"));
+        let place = mounts.place_in(Path::new("/usr/bin/blockhouse"), None).expect("it is in one");
+        assert!(mounts.are_below(Path::new("/srv/images"), None, &place), "it may be anywhere");
         mounts.0.retain(|mount| mount.id != 31);
         assert!(!reaches(&mounts, "/usr/local/bin/blockhouse"));
     }
