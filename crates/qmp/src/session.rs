@@ -4,10 +4,11 @@
 use std::io;
 use std::pin::pin;
 use std::rc::Rc;
+use std::time::Duration;
 
 use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_daemon::control::LineWriter;
-use blockhouse_engine::Stream;
+use blockhouse_engine::{Stream, timeout};
 use futures_channel::mpsc;
 use futures_util::future::{FutureExt, pending};
 use futures_util::stream::{StreamExt, unfold};
@@ -25,6 +26,8 @@ use super::reader::{Message, Reader};
 
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
+/// Maximum time for a client to receive a reply and the events before it.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A client.
 #[derive(Default)]
@@ -102,7 +105,7 @@ async fn converse(context: &Rc<Context>, writer: &LineWriter, stream: Stream) ->
     let mut client = Client::default();
     send(writer, &json!({ "QMP": { "version": version(), "capabilities": [] } })).await?;
     loop {
-        let message = futures_util::select! {
+        let message = futures_util::select_biased! {
             _ = stopped => return Ok(()),
             event = client.next_event().fuse() => match event {
                 Some(event) => {
@@ -118,10 +121,14 @@ async fn converse(context: &Rc<Context>, writer: &LineWriter, stream: Stream) ->
         };
         let answer = answer(context, writer, &mut client, message).await?;
         catch_up(context);
-        while let Some(event) = client.waiting_event() {
-            send(writer, &event).await?;
-        }
-        send(writer, &answer).await?;
+        let sending = async {
+            while let Some(event) = client.waiting_event() {
+                send(writer, &event).await?;
+            }
+            send(writer, &answer).await
+        };
+        // The limit of one line would let a slow client delay the end of the server for hours.
+        timeout(REPLY_TIMEOUT, sending).await.ok_or(io::ErrorKind::TimedOut)??;
     }
 }
 
@@ -253,12 +260,22 @@ async fn execute(
     };
     let mut executing = pin!(pass(context, command, arguments).fuse());
     loop {
-        futures_util::select! {
+        // A command that has begun completes, also if its client is gone. Then the connection ends.
+        let event = futures_util::select! {
             returned = executing => return Ok(returned),
             event = client.next_event().fuse() => match event {
-                Some(event) => send(writer, &event).await?,
-                // A command that has begun completes. Then the connection ends.
+                Some(event) => event,
                 None => return Ok(executing.await),
+            },
+        };
+        // The command goes on while the client receives the event, because it may hold claims and
+        // the gate. The event is sent whole.
+        let mut sending = pin!(send(writer, &event).fuse());
+        futures_util::select! {
+            returned = executing => return sending.await.map(|()| returned),
+            sent = sending => if let Err(error) = sent {
+                executing.await.ok();
+                return Err(error);
             },
         }
     }

@@ -78,6 +78,7 @@ mod qemu_commands;
 mod qemu_matrix;
 mod qmp;
 mod qmp_fuzz;
+mod qmp_lost_clients;
 mod qmp_moments;
 mod qmp_programs;
 mod qmp_schema;
