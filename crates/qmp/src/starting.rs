@@ -80,8 +80,8 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
         // QEMU commits to the end of the chain.
         (None, None) => chain.files.len() - 1,
     };
-    // An image without a backing file has `base` and `top` 0: the job refuses it.
-    if base == top && top > 0 {
+    // The job refuses an image without a backing file.
+    if base == top && chain.files.len() > 1 {
         return Err(QmpError::generic("cannot commit an image into itself"));
     }
     if top > 0 {
