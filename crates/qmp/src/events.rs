@@ -92,17 +92,14 @@ fn follow_disk(context: &Context, job: &str, disk: &str) {
     let end = job.control.stage();
     let is_switched =
         matches!(end, JobStage::Ended(JobEnd::Completed { completion: Completion::Switch, .. }));
-    let running = context.running.disks().find(disk);
-    let layer = |depth| running.as_ref().and_then(|running| running.layer_at(depth));
-    let behind = (1..).take_while(|depth| layer(*depth).is_some()).count();
     let mut state = context.state.borrow_mut();
     match (job.kind, &job.target_disk) {
         ("mirror", Some(target)) if is_switched => state.move_to(disk, target),
-        ("commit", _) => match job.left_out.get() {
+        ("commit" | "stream", _) => match job.left_out.get() {
             Some(layers) => state.leave_out(disk, |_| layers.clone()),
-            None => state.pop_top(disk),
+            None if job.kind == "commit" => state.pop_top(disk),
+            None => state.leave_out(disk, |nodes| 1..nodes),
         },
-        ("stream", _) => state.detach(disk, behind),
         _ => {}
     }
 }

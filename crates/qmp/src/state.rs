@@ -274,12 +274,6 @@ impl State {
         self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
     }
 
-    /// Keeps the top node of a disk and the nodes of its last `behind` backing files, and forgets
-    /// the others.
-    pub(super) fn detach(&mut self, disk: &str, behind: usize) {
-        self.leave_out(disk, |nodes| 1..nodes.saturating_sub(behind).max(1));
-    }
-
     /// Takes nodes out of a disk's chain. `depths` returns their range for the number of nodes. A
     /// node that a client has added stays until the client removes it.
     pub(super) fn leave_out(&mut self, disk: &str, depths: impl FnOnce(usize) -> Range<usize>) {

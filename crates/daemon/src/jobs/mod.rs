@@ -122,8 +122,8 @@ pub struct RunningJob {
     source: Weak<ImageDisk>,
     /// The requests to the job (such as complete or cancel), and the job's progress.
     pub control: Arc<JobControl>,
-    /// For a commit of layers below the disk's image, the depths of the layers that it removes from
-    /// the chain.
+    /// For a commit of layers below the disk's image, or a stream with a base, the depths of the
+    /// layers that it removes from the chain.
     pub left_out: OnceLock<Range<usize>>,
     /// Whether the job has no operation in flight at the target, and has closed it.
     pub(crate) target_is_free: AtomicBool,

@@ -84,6 +84,10 @@ pub(crate) async fn start_stream(
         (&setup.disk, &source.disk),
         (target, None),
     )?;
+    if let Some(base) = &base {
+        // `left_out` is set only once.
+        let _ = job.left_out.set(1..base.steps());
+    }
     job.control.set_speed(setup.speed);
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
         let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
