@@ -96,6 +96,10 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
 pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_forced = given.flag("force", false)?;
     let job = of_device(context, given).await?;
+    if job.is_paused() && !is_forced {
+        let why = format!("The block job for device '{}' is currently paused", job.name());
+        return Err(QmpError::generic(why));
+    }
     if job.status() == "ready" && !is_forced && job.0["kind"] == "mirror" {
         return finish(context, &job, true);
     }
