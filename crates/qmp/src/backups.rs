@@ -7,13 +7,13 @@
 
 use std::rc::Rc;
 
+use blockhouse_engine::spawn_detached;
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
 use super::bitmaps::Changes;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::events::forget;
 use super::starting::{JobArguments, check_whole, start_all};
 use super::state::Pull;
 
@@ -165,30 +165,55 @@ fn pull(
         )));
     }
     let frozen = format!("{disk}@{}", job.name);
-    Ok(Pull { disk, target, frozen, has_ended: false })
+    Ok(Pull { disk, target, frozen, end: None })
 }
 
 /// Ends a backup that clients read. Returns false if no such backup has this name.
 pub(super) async fn end(context: &Context, name: &str) -> Result<bool, QmpError> {
-    let Some(pull) = context.state.borrow().pulls.get(name).cloned() else { return Ok(false) };
-    context.call("backup.end", json!({ "backup": name })).await?;
-    let size = context.running.disks().find(&pull.disk).map_or(0, |disk| disk.disk.size());
-    let auto_dismisses = {
-        let mut state = context.state.borrow_mut();
-        state.pulls.get_mut(name).into_iter().for_each(|pull| pull.has_ended = true);
-        state.auto_dismisses(name)
+    if !context.state.borrow().pulls.contains_key(name) {
+        return Ok(false);
+    }
+    // `BackupEnded` concludes the job.
+    context.call("backup.end", json!({ "backup": name })).await.map(|_| true)
+}
+
+/// Concludes a backup that clients read, if it runs; `error` says why it has failed.
+pub(super) fn conclude(context: &Rc<Context>, name: &str, error: Option<String>) {
+    let mut state = context.state.borrow_mut();
+    let auto_dismisses = state.auto_dismisses(name);
+    let Some(pull) = state.pulls.get_mut(name).filter(|pull| pull.end.is_none()) else {
+        return;
     };
+    pull.end = Some(error.clone());
+    let size = context.running.disks().find(&pull.disk).map_or(0, |disk| disk.disk.size());
+    if auto_dismisses {
+        state.pulls.remove(name);
+    }
+    drop(state);
+    let mut data =
+        json!({ "device": name, "type": "backup", "len": size, "offset": 0, "speed": 0 });
+    let event = if error.is_some() { "BLOCK_JOB_COMPLETED" } else { "BLOCK_JOB_CANCELLED" };
+    if let Some(error) = error {
+        data["error"] = error.into();
+        release(context, name.to_owned());
+    }
     let events = &context.events;
+    events.tell_begin(name);
     events.tell_status(name, "aborting");
-    events.tell(
-        "BLOCK_JOB_CANCELLED",
-        json!({ "device": name, "type": "backup", "len": size, "offset": 0, "speed": 0 }),
-    );
+    events.tell(event, data);
     events.tell_status(name, "concluded");
     events.forget_job(name);
     if auto_dismisses {
-        context.state.borrow_mut().pulls.remove(name);
-        forget(context, name);
+        context.forget_job(name);
     }
-    Ok(true)
+}
+
+/// Ends a backup that has failed, so that it uses no disk and no file any more.
+fn release(context: &Rc<Context>, name: String) {
+    let context = Rc::clone(context);
+    spawn_detached(async move {
+        let Some(_inside) = context.gate.enter().await else { return };
+        // The backup may have been ended at the control socket.
+        let _ = context.call("backup.end", json!({ "backup": name })).await;
+    });
 }

@@ -130,6 +130,12 @@ impl Context {
         is_known || self.find_node(name).is_some()
     }
 
+    /// Records that a job is no longer listed, and sends its status `null`.
+    pub(super) fn forget_job(&self, job: &str) {
+        self.events.tell_status(job, "null");
+        self.state.borrow_mut().jobs.remove(job);
+    }
+
     /// The name of the disk of a new node: the node's name, with a number if another disk has that
     /// name.
     pub(super) fn disk_name(&self, node: &str) -> String {

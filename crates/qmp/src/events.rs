@@ -2,15 +2,18 @@
 //!
 //! Guarantees: an event that a command has caused is sent before its answer.
 
+use std::rc::Rc;
+
 use blockhouse_daemon::events::Event;
 use blockhouse_jobs::{Completion, JobEnd, JobProgress, JobStage};
 use futures_util::FutureExt;
 use serde_json::{Value, json};
 
+use super::backups;
 use super::context::Context;
 
 /// Forwards the server's events to QMP clients; never returns.
-pub(super) async fn forward(context: &Context) {
+pub(super) async fn forward(context: &Rc<Context>) {
     loop {
         let event = context.happening.next().await;
         take(context, event);
@@ -18,13 +21,13 @@ pub(super) async fn forward(context: &Context) {
 }
 
 /// Forwards the events that are waiting.
-pub(super) fn catch_up(context: &Context) {
+pub(super) fn catch_up(context: &Rc<Context>) {
     while let Some(event) = context.happening.next().now_or_never() {
         take(context, event);
     }
 }
 
-fn take(context: &Context, event: Event) {
+fn take(context: &Rc<Context>, event: Event) {
     let events = &context.events;
     match event {
         Event::JobStarted { job, .. } => events.tell_begin(&job),
@@ -57,6 +60,12 @@ fn take(context: &Context, event: Event) {
             let mut data = block_job(context, &job);
             data["error"] = error.into();
             end(context, &job, &["aborting"], ("BLOCK_JOB_COMPLETED", data));
+        }
+        Event::BackupFailed { backup, error, .. } => {
+            backups::conclude(context, &backup, Some(error));
+        }
+        Event::BackupEnded { backup } => {
+            backups::conclude(context, &backup, None);
         }
         Event::ExportRemoved { export, .. } => {
             let id = context.state.borrow_mut().forget_export(&export);
@@ -113,14 +122,8 @@ fn end(context: &Context, job: &str, before: &[&str], (name, data): (&str, Value
     events.tell_status(job, "concluded");
     events.forget_job(job);
     if context.state.borrow().auto_dismisses(job) && context.running.jobs().dismiss(job).is_ok() {
-        forget(context, job);
+        context.forget_job(job);
     }
-}
-
-/// Records that a job is no longer listed, and sends its status `null`.
-pub(super) fn forget(context: &Context, job: &str) {
-    context.events.tell_status(job, "null");
-    context.state.borrow_mut().jobs.remove(job);
 }
 
 /// The data of a block job's events.

@@ -113,7 +113,12 @@ fn pulls(context: &Context) -> Vec<Value> {
             "job": name,
             "kind": "backup",
             "disk": pull.disk,
-            "status": if pull.has_ended { "cancelled" } else { "running" },
+            "status": match pull.end {
+                None => "running",
+                Some(None) => "cancelled",
+                Some(Some(_)) => "failed",
+            },
+            "error": pull.end.clone().flatten(),
             "total": size,
             "remaining": size,
             // The job copies nothing by itself.

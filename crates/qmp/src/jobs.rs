@@ -12,7 +12,6 @@ use super::arguments::Arguments;
 use super::backups;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::events::forget;
 use super::job_list::{ACTIVE, Job, find, list};
 use super::state::Pending;
 
@@ -181,11 +180,11 @@ pub(super) async fn dismiss(context: &Context, job: &Job) -> Returned {
         state.pulls.remove(job.name()).is_some() || state.creations.remove(job.name()).is_some()
     };
     if is_own {
-        forget(context, job.name());
+        context.forget_job(job.name());
         return Ok(json!({}));
     }
     context.call("job.dismiss", json!({ "job": job.name() })).await?;
-    forget(context, job.name());
+    context.forget_job(job.name());
     Ok(json!({}))
 }
 

@@ -69,8 +69,9 @@ pub(super) struct Pull {
     pub(super) target: String,
     /// The frozen disk: the content at the start of the backup.
     pub(super) frozen: String,
-    /// Whether the backup has ended, but is still listed.
-    pub(super) has_ended: bool,
+    /// `None` while it runs, then `Some(None)` if it was ended, or the reason of its failure. A
+    /// backup that has ended is listed until it is dismissed.
+    pub(super) end: Option<Option<String>>,
 }
 
 /// A filter on a disk.
@@ -271,7 +272,7 @@ impl State {
 
     /// The backup whose frozen disk is served instead of this disk.
     pub(super) fn pull_to(&self, target: &str) -> Option<&Pull> {
-        self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
+        self.pulls.values().find(|pull| pull.target == target && pull.end.is_none())
     }
 
     /// Takes nodes out of a disk's chain. `depths` returns their range for the number of nodes. A
