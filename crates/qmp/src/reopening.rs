@@ -55,6 +55,7 @@ pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Retur
             Ok(is_read_only) => {
                 let params = json!({ "disk": name, "read-only": is_read_only });
                 context.call("disk.set", params).await?;
+                context.state.borrow_mut().note_access(&name, is_read_only);
             }
             Err(group) => change_group(context, &name, group).await?,
         }

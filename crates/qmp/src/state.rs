@@ -259,6 +259,16 @@ impl State {
         }
     }
 
+    /// Records whether a disk is read-only when it is opened again. It may be the disk of a file's
+    /// node.
+    pub(super) fn note_access(&mut self, disk: &str, is_read_only: bool) {
+        let file = self.top_of(disk).to_owned();
+        let file = self.files.get_mut(&file).map(|file| &mut file.params);
+        for params in self.opened.get_mut(disk).into_iter().chain(file) {
+            params["read-only"] = is_read_only.into();
+        }
+    }
+
     /// Forgets the node of an image that a job has taken out of a chain. Returns whether there was
     /// such a node.
     pub(super) fn forget_left(&mut self, node: &str) -> bool {
