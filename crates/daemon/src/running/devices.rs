@@ -123,9 +123,20 @@ impl ExportList {
     /// Begins to stop all devices, which [`stop`](RunningDevice::stop) completes.
     pub(crate) fn begin_stop_devices(&self) -> Vec<RunningDevice> {
         let devices = std::mem::take(&mut self.state.lock().devices);
-        let mut devices: Vec<_> = devices.into_iter().filter_map(Arc::into_inner).collect();
+        let mut devices: Vec<_> = devices.into_iter().map(wait_alone).collect();
         devices.iter_mut().for_each(|device| device.served.begin_stop());
         devices
+    }
+}
+
+/// As [`alone`], on a thread that may block.
+pub(super) fn wait_alone<T>(mut shared: Arc<T>) -> T {
+    loop {
+        match Arc::try_unwrap(shared) {
+            Ok(alone) => return alone,
+            Err(used) => shared = used,
+        }
+        std::thread::sleep(RETRY);
     }
 }
 

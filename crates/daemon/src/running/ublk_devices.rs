@@ -13,6 +13,7 @@ use blockhouse_engine::spawn;
 use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
 
+use super::devices::wait_alone;
 use super::disk::RunningDisk;
 use super::export::{RunningExport, RunningUblk};
 use super::export_list::ExportList;
@@ -79,7 +80,7 @@ impl ExportList {
     /// Removes all block devices: their requests in flight complete.
     pub(crate) fn stop_ublk(&self) {
         let devices = std::mem::take(&mut self.state.lock().ublk);
-        devices.into_iter().filter_map(Arc::into_inner).for_each(|device| device.server.stop());
+        devices.into_iter().map(wait_alone).for_each(|device| device.server.stop());
     }
 }
 

@@ -87,13 +87,16 @@ impl Finishing {
     fn complete(self) -> Finished {
         let Self { running, handle, control, monitor } = self;
         // All devices begin to stop before any of them is waited for.
-        let devices = running.exports().begin_stop_devices();
+        let mut devices = running.exports().begin_stop_devices();
         // The files are removed while the sockets still listen: see `SocketFile`.
         running.exports().forget_sockets();
         let draining = running.exports().server().clone();
         draining.begin_drain();
         let control = control.map(Control::stop);
         let asked = control.into_iter().chain(monitor.map(Monitor::stop)).collect();
+        // A request in progress may have added an export until here.
+        devices.extend(running.exports().begin_stop_devices());
+        running.exports().forget_sockets();
         devices.into_iter().for_each(|device| device.stop());
         running.exports().stop_ublk();
         let drained = handle.spawn(move || async move { draining.drain().await });
