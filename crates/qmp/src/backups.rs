@@ -14,7 +14,7 @@ use super::arguments::Arguments;
 use super::bitmaps::Changes;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::starting::{JobArguments, check_whole, start_all};
+use super::starting::{JobArguments, check_unused, check_whole, start_all};
 use super::state::Pull;
 
 /// A requested backup.
@@ -43,6 +43,7 @@ pub(super) async fn begin(
         pulls.extend(pull.map(|pull| (job.name.clone(), pull)));
         jobs.push(job);
     }
+    jobs.iter().try_for_each(|job| check_unused(context, &job.name))?;
     // Recorded before the backups are listed.
     let names: Vec<_> = pulls.iter().map(|(name, _)| name.clone()).collect();
     context.state.borrow_mut().pulls.extend(pulls);

@@ -11,6 +11,7 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::job_list::find;
 use super::opening::{check_file_name, close_disk, reopen};
+use super::starting::check_unused;
 use super::state::FileNode;
 
 /// The drivers with which QEMU creates images. Only `file` and `qcow2` are supported here.
@@ -52,6 +53,7 @@ pub(super) async fn create(context: &Rc<Context>, mut given: Arguments) -> Retur
     if find(context, &job).await?.is_some() {
         return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
     }
+    check_unused(context, &job)?;
     context.state.borrow_mut().creations.insert(job.clone(), None);
     context.events.tell_begin(&job);
     let context = Rc::clone(context);

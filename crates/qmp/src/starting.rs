@@ -260,7 +260,7 @@ pub(super) async fn start_all(
         let why = "Parameter 'auto-finalize' is not possible here: this job finalizes itself";
         return Err(QmpError::generic(why));
     }
-    forget_dismissed(context);
+    jobs.iter().try_for_each(|job| check_unused(context, &job.name))?;
     // The traits are set before the jobs can end.
     for JobArguments { name, auto_dismiss, auto_finalize, is_blocking, .. } in jobs {
         let traits = JobTraits {
@@ -286,6 +286,17 @@ pub(super) async fn start_all(
         }
     }
     Ok(json!({}))
+}
+
+/// Refuses the name of a job that another client starts, or has started since the arguments were
+/// checked.
+pub(super) fn check_unused(context: &Context, job: &str) -> Result<(), QmpError> {
+    forget_dismissed(context);
+    let state = context.state.borrow();
+    if state.jobs.contains_key(job) || state.creations.contains_key(job) {
+        return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
+    }
+    Ok(())
 }
 
 /// Forgets jobs that were dismissed at the control socket.
