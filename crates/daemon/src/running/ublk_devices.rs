@@ -90,7 +90,10 @@ async fn leave_removed(exports: Weak<ExportList>, id: u32) {
         "/dev/ublkb{id} was removed by another program; its image is no longer served there"
     );
     let Some(exports) = exports.upgrade() else { return };
-    if let Err(error) = exports.remove_ublk(id).await {
+    let mut listed = exports.list().into_iter();
+    if let Some(export) = listed.find(|export| export.address == ExportAddress::Ublk(id))
+        && let Err(error) = exports.end(&export).await
+    {
         tracing::error!("{error:#}");
     }
     if exports.list().is_empty() && !exports.can_grow {
