@@ -25,7 +25,10 @@ impl Broadcast {
     /// Subscribes a client to later events.
     pub(super) fn subscribe(&self) -> mpsc::Receiver<Value> {
         let (sender, receiver) = mpsc::channel(QUEUE);
-        self.clients.borrow_mut().push(sender);
+        let mut clients = self.clients.borrow_mut();
+        // Without events nothing else removes the clients that are gone.
+        clients.retain(|client| !client.is_closed());
+        clients.push(sender);
         receiver
     }
 
@@ -62,4 +65,18 @@ impl Broadcast {
 fn timestamp() -> Value {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     json!({ "seconds": now.as_secs(), "microseconds": now.subsec_micros() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_that_are_gone_are_not_kept_without_events() {
+        let broadcast = Broadcast::default();
+        let stays = broadcast.subscribe();
+        (0..10).for_each(|_| drop(broadcast.subscribe()));
+        assert!(broadcast.clients.borrow().len() <= 2);
+        drop(stays);
+    }
 }
