@@ -67,6 +67,14 @@ fn take(context: &Rc<Context>, event: Event) {
         Event::BackupEnded { backup } => {
             backups::conclude(context, &backup, None);
         }
+        Event::DiskClosed { disk, .. } => {
+            // QMP's own commands take the disk out of `opened` before they close it.
+            let is_open = context.running.disks().find(&disk).is_some();
+            let mut state = context.state.borrow_mut();
+            if !is_open && state.opened.contains_key(&disk) {
+                state.forget_disk(&disk);
+            }
+        }
         Event::ExportRemoved { export, .. } => {
             let id = context.state.borrow_mut().forget_export(&export);
             events.tell("BLOCK_EXPORT_DELETED", json!({ "id": id }));

@@ -527,11 +527,18 @@ async fn put_on(
 
 /// Closes a disk. Returns its parameters of [`Context::open`], if a client has added it.
 pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<Value>, QmpError> {
-    context.call("disk.close", json!({ "disk": disk })).await?;
+    // Removed first: the event of the end of a disk in `opened` means that another client has
+    // closed the disk.
+    let params = context.state.borrow_mut().opened.remove(disk);
+    let closed = context.call("disk.close", json!({ "disk": disk })).await;
     let mut state = context.state.borrow_mut();
+    if let Err(error) = closed {
+        params.into_iter().for_each(|params| _ = state.opened.insert(disk.to_owned(), params));
+        return Err(error);
+    }
     state.chains.remove(disk);
     state.over.remove(disk);
-    Ok(state.opened.remove(disk))
+    Ok(params)
 }
 
 /// Frees the file node below a node that is closed: one that a client added becomes a raw disk

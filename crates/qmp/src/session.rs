@@ -286,6 +286,8 @@ async fn pass(context: &Rc<Context>, command: &Command, arguments: Arguments) ->
     let Some(_inside) = context.gate.enter().await else {
         return Err(QmpError::generic("another process serves now: connect again"));
     };
+    // The state of QMP follows changes that clients of the control socket have made.
+    catch_up(context);
     (command.run)(context, arguments).await
 }
 
