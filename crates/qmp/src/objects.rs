@@ -74,12 +74,12 @@ fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
             // The file may be a pipe, so it is read only once, when a node uses it.
             std::fs::metadata(&file).map_err(failed)?;
             let path = std::path::absolute(&file).map_err(failed)?;
-            Ok(Object::Secret { path, _memory: None })
+            Ok(Object::Secret { path, memory: None })
         }
         (None, Some(data)) => {
             let failed = |error: std::io::Error| QmpError::generic(format!("the key: {error}"));
             let (path, memory) = key_memory::keep(&data).map_err(failed)?;
-            Ok(Object::Secret { path, _memory: Some(memory) })
+            Ok(Object::Secret { path, memory: Some(memory) })
         }
         (Some(_), Some(_)) => Err(QmpError::generic("'file' and 'data' are mutually exclusive")),
         (None, None) => Err(QmpError::generic("Either 'file' or 'data' must be provided")),
@@ -193,7 +193,13 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
         return Err(QmpError::generic(format!("object '{id}' is in use, can not be deleted")));
     }
     match state.objects.remove(&id) {
-        Some(_) => Ok(json!({})),
+        Some(object) => {
+            if let Object::Secret { path, memory: Some(memory) } = object {
+                state.deleted_secrets.push((path, memory));
+            }
+            state.release_secrets();
+            Ok(json!({}))
+        }
         None => Err(QmpError::generic(format!("object '{id}' not found"))),
     }
 }

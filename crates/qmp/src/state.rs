@@ -11,7 +11,7 @@ use std::path::PathBuf;
 
 use blockhouse_disk::ClientTls;
 use blockhouse_nbd::uri::Address;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// The suffix of the name of the node below a disk, unless a client has named that node.
 const PROTOCOL_SUFFIX: &str = "-file";
@@ -133,7 +133,7 @@ pub(super) enum Object {
         /// The file that has it.
         path: PathBuf,
         /// The descriptor that keeps the file alive, if it is private memory of this process.
-        _memory: Option<OwnedFd>,
+        memory: Option<OwnedFd>,
     },
     /// Limits: the parameters of `limit.set` without the group.
     ThrottleGroup(Map<String, Value>),
@@ -174,6 +174,8 @@ pub(super) struct State {
     pub(super) filters: BTreeMap<String, Filter>,
     /// Objects, by name.
     pub(super) objects: BTreeMap<String, Object>,
+    /// The key files of deleted secrets that nodes may need, with the memory that they are.
+    pub(super) deleted_secrets: Vec<(PathBuf, OwnedFd)>,
     /// Nodes of files that have a write threshold, by the disk's name.
     pub(super) write_thresholds: BTreeMap<String, String>,
     /// The traits of jobs that clients have started, by name.
@@ -267,6 +269,28 @@ impl State {
         for params in self.opened.get_mut(disk).into_iter().chain(file) {
             params["read-only"] = is_read_only.into();
         }
+    }
+
+    /// Forgets the nodes of a disk that a client of the control socket has closed.
+    pub(super) fn forget_disk(&mut self, disk: &str) {
+        for FormatNode { name, .. } in self.nodes_of(disk) {
+            self.files.remove(&name);
+            if let Some((file, _)) = self.take_back_file(&name) {
+                self.files.remove(&file);
+            }
+        }
+        self.chains.remove(disk);
+        self.over.remove(disk);
+        self.opened.remove(disk);
+        self.filters.retain(|_, filter| filter.disk != disk);
+    }
+
+    /// Closes the memory of deleted secrets, except of those that nodes need to be opened again.
+    pub(super) fn release_secrets(&mut self) {
+        let chains = self.chains.values().flatten().filter_map(|node| node.params.as_ref());
+        let params: Vec<_> = self.opened.values().chain(chains).collect();
+        let files = || params.iter().filter_map(|params| params["key-files"].as_array()).flatten();
+        self.deleted_secrets.retain(|(path, _)| files().any(|file| *file == json!(path)));
     }
 
     /// Forgets the node of an image that a job has taken out of a chain. Returns whether there was
