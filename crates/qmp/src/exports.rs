@@ -126,9 +126,18 @@ impl NbdExport {
             let why = format!("NBD server already has export named '{}'", uri.export);
             return Err(QmpError::generic(why));
         }
-        let named = NamedExport { id, address: text, node, allows_inactive };
+        let named = NamedExport { id: id.clone(), address: text, node, allows_inactive };
         let offered = Offered { bitmaps, ..offered };
-        serve(context, named, &disk, is_writable, offered).await
+        serve(context, named, &disk, is_writable, offered).await?;
+        // `nbd-server-stop` may have ended the server meanwhile. Then the export has its own
+        // socket.
+        if let Err(stopped) = server(context) {
+            let address = context.state.borrow().address_of(&id);
+            // `nbd-server-stop` may have removed it, too.
+            let _ = context.call("export.remove", json!({ "export": address })).await;
+            return Err(stopped);
+        }
+        Ok(json!({}))
     }
 }
 
@@ -394,18 +403,33 @@ fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> 
 /// `nbd-server-stop`: removes the server's exports and disconnects their clients.
 pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Returned {
     given.end()?;
-    let NbdServer { address, tls } = server(context)?;
-    let is_there = |export: &str| export.parse::<NbdUri>().is_ok_and(|uri| uri.address == address);
+    let server = server(context)?;
+    // Removed first, so that a command that adds an export meanwhile fails.
+    context.state.borrow_mut().nbd_server = None;
+    let stopped = end_server(context, &server).await;
+    if stopped.is_err() {
+        context.state.borrow_mut().nbd_server = Some(server);
+    }
+    stopped
+}
+
+async fn end_server(context: &Context, NbdServer { address, tls }: &NbdServer) -> Returned {
+    let is_there = |export: &str| export.parse::<NbdUri>().is_ok_and(|uri| uri.address == *address);
     let exports = context.call("export.list", json!({})).await?;
     for export in exports.as_array().into_iter().flatten() {
         let export = text_of(export, "export");
         if is_there(export) {
-            context.call("export.remove", json!({ "export": export })).await?;
+            let removed = context.call("export.remove", json!({ "export": export })).await;
+            // The export may have ended meanwhile.
+            let listed = context.running.exports().list();
+            if removed.is_err() && listed.iter().any(|one| one.address.to_string() == export) {
+                return removed;
+            }
         }
     }
     let security = if tls.is_some() { Security::Tls } else { Security::Plain };
-    let uri = NbdUri { security, address, export: String::new() };
-    context.call("socket.remove", json!({ "address": uri.to_string() })).await?;
-    context.state.borrow_mut().nbd_server = None;
+    let uri = NbdUri { security, address: address.clone(), export: String::new() };
+    // The socket may have been removed at the control socket.
+    let _ = context.call("socket.remove", json!({ "address": uri.to_string() })).await;
     Ok(json!({}))
 }
