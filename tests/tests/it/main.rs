@@ -80,6 +80,7 @@ mod qmp;
 mod qmp_fuzz;
 mod qmp_lost_clients;
 mod qmp_moments;
+mod qmp_names;
 mod qmp_programs;
 mod qmp_schema;
 mod qmp_served;
