@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod common;
+mod qcow2_bitmaps;
 mod qcow2_corrupt_bit;
 mod qcow2_crash;
 mod qcow2_damage;

@@ -495,6 +495,9 @@ impl LiveBitmaps {
         set: &BitmapSet,
         wanted: impl Fn(Role, BitmapFlags) -> BitmapFlags,
     ) -> Result<()> {
+        // A bitmap whose replacement was dropped lacks changes, also before it is lost in `set`.
+        let without_abandoned = set.without(|bitmap| bitmap.is_abandoned());
+        let set = without_abandoned.as_ref().unwrap_or(set);
         let was_unknown = self.is_flags_write_unknown.swap(true, Ordering::AcqRel);
         if was_unknown {
             metadata.writer().drained().await;
@@ -655,7 +658,11 @@ impl LiveBitmaps {
             return if is_free { side_file::renew_mark(metadata).await } else { Ok(()) };
         }
         metadata.check_writable()?;
+        let abandoned = set.live.iter().filter(|bitmap| bitmap.is_abandoned());
+        let abandoned = abandoned.map(|bitmap| (Arc::clone(bitmap), bitmap.abandoned()));
+        self.give_up(metadata, abandoned.collect()).await?;
         let _alone = self.begin_lock.acquire().await;
+        let set = self.set();
         // Writes of a change that was dropped may still be in flight.
         metadata.writer().drained().await;
         run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.write_exactly(metadata)))

@@ -247,6 +247,11 @@ impl LiveBitmap {
         }
     }
 
+    /// Whether the bitmap lacks changes, because its replacement was begun and not finished.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.state.lock().phase == Phase::Abandoned
+    }
+
     /// The error for a change that cannot be recorded, because the bitmap lacks earlier changes.
     pub(super) fn abandoned(&self) -> Error {
         let what = "a request ended while a bitmap became coarser";

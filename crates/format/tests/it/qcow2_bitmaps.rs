@@ -1,0 +1,79 @@
+//! Bitmaps of an image that is open for writing: requests that end early, and full storages.
+
+use std::rc::Rc;
+
+use blockhouse_core::{ByteRange, errno};
+use blockhouse_format::qcow2::{CreateOptions, NewBitmap, OpenOptions, Qcow2, create};
+use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
+
+const SIZE: u64 = 8 << 20;
+/// In the first cluster of bits, with a bit that a coarser bitmap does not have in the same place.
+const FIRST: u64 = 5 * 512;
+const SECOND: u64 = 5 << 20;
+
+/// 512 bytes of the disk.
+fn sector(offset: u64) -> ByteRange {
+    ByteRange::between(offset, offset + 512)
+}
+
+async fn open(disk: &SimDisk) -> Qcow2<SimDisk> {
+    Qcow2::open(disk.clone(), OpenOptions::default()).await.expect("a good image")
+}
+
+/// An image with an enabled bitmap of several clusters, of which one is allocated.
+fn image_with_one_cluster_of_bits() -> Vec<u8> {
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    let used = disk.clone();
+    sim.block_on(async move {
+        let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) };
+        create(&used, &options).await.unwrap();
+        let image = open(&used).await;
+        let (name, granularity) = ("changes".into(), Some(512));
+        image.bitmaps().add(&NewBitmap { name, granularity, is_enabled: true }).await.unwrap();
+        image.bitmaps().record(sector(FIRST)).await.unwrap();
+        image.close().await.unwrap();
+    });
+    disk.content()
+}
+
+/// Whether the bitmap has a change; `None` if it is known to lack changes.
+async fn is_dirty(image: &Qcow2<SimDisk>, range: ByteRange) -> Option<bool> {
+    if image.bitmaps().list().await.unwrap()[0].is_inconsistent {
+        return None;
+    }
+    Some(image.bitmaps().extents("changes", range, 1).await.unwrap()[0].is_dirty)
+}
+
+/// Whichever write finds no space, and whenever the request ends that makes the bitmap coarser.
+#[test]
+fn closing_after_a_dropped_coarsening_declares_no_wrong_bitmap_consistent() {
+    let (content, mut lost, mut coarser) = (image_with_one_cluster_of_bits(), 0, 0);
+    for n in 0..4 {
+        for steps in 0.. {
+            let sim = Sim::new(2);
+            let disk = SimDisk::new(&sim, Config::default(), content.clone());
+            let used = disk.clone();
+            let image = Rc::new(sim.block_on(async move { open(&used).await }));
+            disk.fail(Fault::nth(n, errno::ENOSPC).of(OperationKind::Write));
+            let change = Rc::clone(&image);
+            let task = sim.spawn(async move { change.bitmaps().record(sector(SECOND)).await });
+            let is_ended = !(0..steps).all(|_| task.output().is_none() && sim.step());
+            task.cancel();
+            disk.clear_faults();
+            let (is_first, granularity) = sim.block_on(async move {
+                image.close().await.unwrap();
+                let image = open(&disk).await;
+                let granularity = image.bitmaps().list().await.unwrap()[0].granularity;
+                (is_dirty(&image, sector(FIRST)).await, granularity)
+            });
+            assert_ne!(is_first, Some(false), "write {n}, {steps} steps: a change is missing");
+            lost += u32::from(is_first.is_none());
+            coarser += u32::from(granularity > 512);
+            if is_ended {
+                break;
+            }
+        }
+    }
+    assert!(lost > 0 && coarser > 0, "{lost} lost, {coarser} coarser");
+}
