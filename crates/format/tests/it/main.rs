@@ -14,6 +14,7 @@ mod qcow2_read;
 mod qcow2_repair;
 mod qcow2_replay;
 mod qcow2_snapshot;
+mod qcow2_transactions;
 mod qcow2_write;
 mod raw;
 mod vdi;

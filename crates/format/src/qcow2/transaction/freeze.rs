@@ -24,10 +24,14 @@ enum Stage {
 
 impl<'a, S: Storage> FreezeGuard<'a, S> {
     /// Freezes the tables. All dirty metadata is on disk when the function returns.
+    ///
+    /// # Errors
+    /// The failure of an earlier transaction at its last step; storage errors.
     pub(super) async fn freeze(metadata: &'a Metadata<S>) -> Result<Self> {
         {
             let mut state = metadata.lock();
             let state = &mut *state;
+            state.tables.freeze.check_known()?;
             if !state.mapping.is_idle() {
                 let what = "snapshots cannot be changed while the guest's data is";
                 return Err(Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name()));
