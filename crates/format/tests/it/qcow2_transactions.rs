@@ -1,12 +1,13 @@
 //! Changes of the whole image that fail or are dropped, beside other changes of the image.
 
+use std::rc::Rc;
 use std::time::Duration;
 
-use blockhouse_core::{Result, errno};
+use blockhouse_core::{ByteRange, Result, errno};
 use blockhouse_format::qcow2::{CreateOptions, NewSnapshot, OpenOptions, Qcow2, create};
 use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
 
-use crate::common::write;
+use crate::common::{read, write};
 
 const CLUSTER: u64 = 4096;
 const SIZE: u64 = 64 * CLUSTER;
@@ -67,4 +68,44 @@ fn no_data_is_written_after_a_failed_switch_not_even_after_another_transaction()
         }
     }
     assert!(switches > 0);
+}
+
+/// The space that a transaction frees goes to the host, whenever the transaction is dropped.
+#[test]
+fn no_hole_is_punched_into_data_after_a_transaction_was_dropped() {
+    let content = image(4, async |image| {
+        take(image, "first").await.unwrap();
+        write(image, 0, &[2; 4 * CLUSTER as usize], 0).await.unwrap();
+    });
+    for steps in 0.. {
+        let sim = Sim::new(1);
+        let disk = SimDisk::new(&sim, Config::default(), content.clone());
+        let opened = disk.clone();
+        let image = Rc::new(sim.block_on(async move { open(&opened).await }));
+        disk.take_log();
+        // A hole is punched after the writes.
+        disk.fail(Fault::late(0, Duration::from_secs(1)).of(OperationKind::Discard));
+        let deleted = Rc::clone(&image);
+        let task = sim.spawn(async move { deleted.snapshots().delete("first").await });
+        let is_ended = !(0..steps).all(|_| task.output().is_none() && sim.step());
+        task.cancel();
+        let is_punched = disk.take_log().iter().any(|one| one.kind() == OperationKind::Discard);
+        let written = Rc::clone(&image);
+        let write =
+            sim.spawn(
+                async move { write(&written, 8 * CLUSTER, &[3; 8 * CLUSTER as usize], 0).await },
+            );
+        sim.run();
+        let outcome = write.output().expect("the write waits for ever");
+        let found = sim.block_on(async move {
+            read(&image, ByteRange::between(8 * CLUSTER, 16 * CLUSTER), 0).await
+        });
+        if outcome.is_ok() {
+            assert!(found.unwrap() == [3; 8 * CLUSTER as usize], "{steps} steps");
+        }
+        if is_ended {
+            assert!(is_punched);
+            break;
+        }
+    }
 }

@@ -17,6 +17,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use crate::qcow2::tables::{Scan, Step, Tables};
+
 /// Bytes that may wait to be freed, whatever the length of the file. A disk writes that many bytes
 /// in about the time that the flushes of a writeback take.
 pub(crate) const MIN_WAITING: u64 = 4 << 20;
@@ -112,6 +114,22 @@ impl DeferredFrees {
     /// needed first.
     pub(crate) fn defer_unlinked(&mut self, clusters: Range<u64>) {
         self.defer_freeable(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
+    }
+
+    /// Allocates the free clusters at the start of a range, and frees them again, so that they are
+    /// punched. Returns the first cluster that remains, after at most one slice of refcounts.
+    pub(crate) fn free_again(&mut self, tables: &mut Tables, clusters: Range<u64>) -> Step<u64> {
+        let count = clusters.end - clusters.start;
+        Ok(match tables.refcounts().scan(clusters.start, count)? {
+            Scan::Free(free) => {
+                free.clone().try_for_each(|cluster| tables.check_not_active(cluster))?;
+                free.clone().try_for_each(|cluster| tables.refcounts().set(cluster, 1))?;
+                self.defer_unlinked(free.clone());
+                free.end
+            }
+            Scan::Allocated(used) => clusters.start + used.min(count),
+            Scan::NoRefcountBlock => clusters.end,
+        })
     }
 
     /// Defers freeing these clusters, to which no entry on disk refers.

@@ -125,6 +125,7 @@ impl Transactions {
         // A read may have looked up a freed cluster; if the cluster were reallocated before the
         // read ends, the read would return another owner's data.
         metadata.reads_ended().await;
+        drop(freeze);
         metadata.give_to_host(&freed).await;
         Ok(outcome)
     }

@@ -2,6 +2,8 @@
 //!
 //! `allocator/deferred_free` describes the states of a cluster that is being freed.
 
+use std::ops::Range;
+
 use blockhouse_core::{ReadAfterDiscard, Result, Storage, rare};
 use parking_lot::Mutex;
 
@@ -119,12 +121,27 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Deallocates ranges of free clusters on the host, if discards unmap.
-    pub(crate) async fn give_to_host(&self, freed: &[std::ops::Range<u64>]) {
-        if self.discard == Discard::Unmap {
-            for clusters in freed {
-                self.writer.punch(self.geometry.bytes_of(clusters.clone())).await;
+    /// Deallocates ranges of free clusters on the host, if discards unmap. The clusters are
+    /// allocated during the punch: if this future is dropped, a late punch must not zero data of a
+    /// new owner. Failures are ignored, because the host then only keeps the space.
+    pub(crate) async fn give_to_host(&self, freed: &[Range<u64>]) {
+        if self.discard != Discard::Unmap {
+            return;
+        }
+        for clusters in freed {
+            let mut rest = clusters.clone();
+            let taken = self.step(|state| {
+                while !rest.is_empty() {
+                    let State { allocator, tables, .. } = state;
+                    rest.start = allocator.frees.free_again(tables, rest.clone())?;
+                }
+                Ok(())
+            });
+            if self.marking(taken.await).await.is_err() {
+                return;
             }
         }
+        let freed = self.process_frees().await;
+        let _ = self.marking(freed).await;
     }
 }
