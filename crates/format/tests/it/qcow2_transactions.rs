@@ -3,14 +3,17 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use blockhouse_core::{ByteRange, Result, errno};
-use blockhouse_format::qcow2::{CreateOptions, NewSnapshot, OpenOptions, Qcow2, create};
+use blockhouse_core::{ByteRange, ErrorKind, Result, errno};
+use blockhouse_format::Intent;
+use blockhouse_format::qcow2::{CreateOptions, NewBitmap, NewSnapshot, OpenOptions, Qcow2, create};
 use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
 
 use crate::common::{read, write};
 
 const CLUSTER: u64 = 4096;
 const SIZE: u64 = 64 * CLUSTER;
+/// Where the header has the corrupt bit.
+const IS_CORRUPT: (usize, u8) = (79, 2);
 
 async fn open(disk: &SimDisk) -> Qcow2<SimDisk> {
     Qcow2::open(disk.clone(), OpenOptions::default()).await.expect("a good image")
@@ -106,6 +109,40 @@ fn no_hole_is_punched_into_data_after_a_transaction_was_dropped() {
         if is_ended {
             assert!(is_punched);
             break;
+        }
+    }
+}
+
+/// A read stumbles over the damage at any step of a transaction.
+#[test]
+fn a_switch_does_not_clear_the_corrupt_bit() {
+    let mut content = image(2, async |_| {});
+    let word = |at: usize| u64::from_be_bytes(content[at..at + 8].try_into().unwrap());
+    let table = (word(word(40) as usize) & ((1 << 56) - 512)) as usize;
+    content[table + 8..table + 16].copy_from_slice(&(1_u64 << 63 | 1 << 40).to_be_bytes());
+    for seed in 0..20 {
+        for steps in 0.. {
+            let sim = Sim::new(seed);
+            let disk = SimDisk::new(&sim, Config::default(), content.clone());
+            let opened = disk.clone();
+            let image = Rc::new(sim.block_on(async move { open(&opened).await }));
+            let changed = Rc::clone(&image);
+            let task = sim.spawn(async move {
+                let new = NewBitmap { name: "new".into(), granularity: None, is_enabled: false };
+                changed.bitmaps().add(&new).await
+            });
+            let is_ended = !(0..steps).all(|_| task.output().is_none() && sim.step());
+            let stumbled = sim.spawn(async move {
+                image.map(ByteRange::between(CLUSTER, 2 * CLUSTER), Intent::Read).await
+            });
+            sim.run();
+            let error = stumbled.output().expect("it never ends").expect_err("a bad entry");
+            assert_eq!(error.kind(), ErrorKind::Corrupt);
+            let is_marked = disk.content()[IS_CORRUPT.0] & IS_CORRUPT.1 != 0;
+            assert!(is_marked, "seed {seed}, {steps} steps");
+            if is_ended {
+                break;
+            }
         }
     }
 }

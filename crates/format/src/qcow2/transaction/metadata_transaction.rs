@@ -469,14 +469,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         header.refcount_table_offset = table_offset;
         header.refcount_table_clusters = table_clusters;
         freeze.begin_switch();
-        let wanted = header.clone();
-        let switched = metadata.rewrite_header(|disk_header| *disk_header = wanted).await;
-        if let Err(error) = switched {
-            // After any error, even ENOSPC, it is unknown which header is on disk, so further
-            // writes must fail.
-            metadata.writer().fail(&error);
-            return Err(error);
-        }
+        metadata.switch_header(header.clone()).await?;
         activate(
             metadata,
             ActiveTables {

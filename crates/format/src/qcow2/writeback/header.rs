@@ -145,6 +145,17 @@ impl<S: Storage> Metadata<S> {
         self.sync(SyncMode::Data).await
     }
 
+    /// Replaces the header on disk, durably, by the header of a transaction. After any error, even
+    /// ENOSPC, it is unknown which header is on disk, so further writes fail.
+    pub(crate) async fn switch_header(&self, mut new: Header) -> Result<()> {
+        let switched = self.rewrite_header(|header| {
+            // A read may have found the image corrupt since the transaction began.
+            new.incompatible |= header.incompatible & Incompatible::CORRUPT;
+            *header = new;
+        });
+        switched.await.inspect_err(|error| self.writer.fail(error))
+    }
+
     /// As [`rewrite_header`](Self::rewrite_header), without a flush of the data: for fields that do
     /// not depend on the data.
     pub(crate) async fn write_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {

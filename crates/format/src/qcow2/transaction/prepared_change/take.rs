@@ -71,13 +71,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         metadata.sync(SyncMode::Data).await?;
         let left = self.space.leave();
         freeze.begin_switch();
-        let wanted = made.header.clone();
-        if let Err(error) = metadata.rewrite_header(|header| *header = wanted).await {
-            // After any error, even ENOSPC, it is unknown which header is on disk, so further
-            // writes must fail.
-            metadata.writer().fail(&error);
-            return Err(error);
-        }
+        metadata.switch_header(made.header.clone()).await?;
         let switched = {
             let mut state = metadata.lock();
             let switched = state.tables.switch(made.header, made.l1, made.refcount_table);
