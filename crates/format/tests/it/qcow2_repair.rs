@@ -3,11 +3,12 @@
 //! be made again and comes to the same disk.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use blockhouse_core::ByteRange;
 use blockhouse_format::qcow2::{
-    Access, CheckReport, CreateOptions, OpenOptions, Qcow2, Repair, RepairReport, Switch, Version,
-    check, create, repair,
+    Access, CheckReport, CreateOptions, NewSnapshot, OpenOptions, Qcow2, Repair, RepairReport,
+    Switch, Version, check, create, repair,
 };
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -285,4 +286,30 @@ fn corruption_is_repaired_and_a_repair_can_be_interrupted() {
         })
     });
     eprintln!("{report:?}");
+}
+
+/// A snapshot without an L1 table, at an offset where none can be.
+#[test]
+fn a_snapshot_whose_empty_l1_table_has_an_invalid_offset_is_removed() {
+    let (_, mut content) = on_disk(&[], |disk| async move {
+        create(&disk, &CreateOptions::new(SIZE)).await.unwrap();
+        let image = Qcow2::open(disk, OpenOptions::default()).await.unwrap();
+        let (created, vm_clock) = (Duration::ZERO, Duration::ZERO);
+        let new = NewSnapshot { name: "first".into(), created, vm_clock };
+        image.snapshots().create(&new, None).await.unwrap();
+        image.close().await.unwrap();
+    });
+    let snapshot = be64(&content, 64);
+    for (offset, at_fault) in [(0, 0), (65_536, 0), (1, 1)] {
+        put(&mut content, snapshot, offset);
+        content[snapshot as usize + 8..][..4].fill(0);
+        let (found, repaired) =
+            on_disk(&content, |disk| async move { repair(&disk, Repair::All).await.unwrap() });
+        assert_eq!(found.left.corruptions, 0, "{offset}: {:?}", found.left.problems);
+        let (snapshots, _) = on_disk(&repaired, |disk| async move {
+            let image = Qcow2::open(disk, OpenOptions::default()).await.unwrap();
+            image.snapshots().list().await.unwrap().len()
+        });
+        assert_eq!(snapshots, 1 - at_fault, "{offset}");
+    }
 }

@@ -171,12 +171,12 @@ impl SnapshotSurvey {
 fn fault_of(entry: &SnapshotEntry, header: &Header, file_size: u64) -> Option<String> {
     let (geometry, place) = (header.geometry, L1Location::of(entry));
     let snapshot_table = geometry.cluster_of(header.snapshots_offset);
-    if place.entries == 0 {
-        return None;
-    }
-    if !place.is_possible(geometry) || place.offset == 0 {
+    if !place.is_possible(geometry) || (place.entries > 0 && place.offset == 0) {
         let (entries, offset) = (place.entries, place.offset);
         return Some(format!("its L1 table cannot have {entries} entries at offset {offset}"));
+    }
+    if place.entries == 0 {
+        return None;
     }
     let clusters = place.clusters(geometry);
     if clusters.end > geometry.clusters_for(file_size) {
