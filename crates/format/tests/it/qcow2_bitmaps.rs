@@ -2,8 +2,10 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{ByteRange, errno};
-use blockhouse_format::qcow2::{CreateOptions, NewBitmap, OpenOptions, Qcow2, create};
+use blockhouse_core::{ByteRange, ErrorKind, errno};
+use blockhouse_format::qcow2::{
+    CreateOptions, InheritedBits, NewBitmap, OpenOptions, Qcow2, create,
+};
 use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
 
 const SIZE: u64 = 8 << 20;
@@ -76,4 +78,33 @@ fn closing_after_a_dropped_coarsening_declares_no_wrong_bitmap_consistent() {
         }
     }
     assert!(lost > 0 && coarser > 0, "{lost} lost, {coarser} coarser");
+}
+
+/// An image with enabled bitmaps of these names.
+async fn with_bitmaps(disk: &SimDisk, names: &[String]) -> Qcow2<SimDisk> {
+    create(disk, &CreateOptions::new(SIZE)).await.unwrap();
+    let image = open(disk).await;
+    for name in names {
+        let new = NewBitmap { name: name.clone(), granularity: None, is_enabled: true };
+        image.bitmaps().add(&new).await.unwrap();
+    }
+    image
+}
+
+/// With more of them, no change of the disk could be made.
+#[test]
+fn no_more_enabled_bitmaps_are_inherited_than_can_be_enabled() {
+    let sim = Sim::new(1);
+    let [source, disk] = [(); 2].map(|()| SimDisk::new(&sim, Config::default(), Vec::new()));
+    sim.block_on(async move {
+        let names: Vec<String> = (0..64).map(|number| number.to_string()).collect();
+        let source = with_bitmaps(&source, &names).await;
+        let image = with_bitmaps(&disk, &["another".to_owned()]).await;
+        let (bitmaps, source) = (image.bitmaps(), source.bitmaps());
+        let error = bitmaps.inherit(&source, &names, InheritedBits::All).await;
+        assert_eq!(error.expect_err("one too many").kind(), ErrorKind::InvalidInput);
+        bitmaps.record(sector(FIRST)).await.unwrap();
+        bitmaps.inherit(&source, &names[1..], InheritedBits::All).await.unwrap();
+        bitmaps.record(sector(FIRST)).await.unwrap();
+    });
 }

@@ -470,7 +470,7 @@ fn check_new(image: &str, new: &BitmapEntry, entries: &[BitmapEntry]) -> Result<
 
 /// Fails if no further bitmap can be enabled: with too many enabled bitmaps, no change of the disk
 /// could be made.
-fn check_live(image: &str, entries: &[BitmapEntry], header: &Header) -> Result<()> {
+pub(super) fn check_live(image: &str, entries: &[BitmapEntry], header: &Header) -> Result<()> {
     let is_live = |entry: &&BitmapEntry| {
         entry.flags.contains(BitmapFlags::AUTO) && !entry.is_inconsistent(header)
     };

@@ -11,7 +11,8 @@ use crate::qcow2::layout::bitmap_directory::{
 };
 
 use super::bitmaps::{
-    Bitmaps, Merge, NextChange, check_bounds, check_consistent, place_table, release_bitmap, run,
+    Bitmaps, Merge, NextChange, check_bounds, check_consistent, check_live, place_table,
+    release_bitmap, run,
 };
 use super::metadata_transaction::MetadataTransaction;
 
@@ -54,6 +55,9 @@ impl<S: Storage> Bitmaps<'_, S> {
                 let place = place.unwrap_or(entries.len());
                 if place == entries.len() {
                     let flags = of_source.flags.intersection(BitmapFlags::AUTO);
+                    if flags.contains(BitmapFlags::AUTO) {
+                        check_live(metadata.storage().name(), entries, transaction.header())?;
+                    }
                     let bits = of_source.granularity_bits;
                     entries.push(BitmapEntry::new(&of_source.name, bits, flags));
                 } else {
