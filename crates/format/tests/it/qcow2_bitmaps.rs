@@ -2,11 +2,13 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{ByteRange, ErrorKind, errno};
+use blockhouse_core::{ByteRange, ErrorKind, ReadAfterDiscard, errno};
 use blockhouse_format::qcow2::{
-    CreateOptions, InheritedBits, NewBitmap, OpenOptions, Qcow2, create,
+    BitmapAction, CreateOptions, InheritedBits, NewBitmap, OpenOptions, Qcow2, create,
 };
 use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
+
+use crate::common::{read, write};
 
 const SIZE: u64 = 8 << 20;
 /// In the first cluster of bits, with a bit that a coarser bitmap does not have in the same place.
@@ -107,4 +109,76 @@ fn no_more_enabled_bitmaps_are_inherited_than_can_be_enabled() {
         bitmaps.inherit(&source, &names[1..], InheritedBits::All).await.unwrap();
         bitmaps.record(sector(FIRST)).await.unwrap();
     });
+}
+
+/// The space may be missing for the write of the header itself.
+#[test]
+fn a_removal_that_fails_at_its_switch_reports_the_full_storage() {
+    for kind in [OperationKind::Write, OperationKind::Flush] {
+        for n in 0.. {
+            let sim = Sim::new(1);
+            let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+            let is_ended = sim.block_on(async move {
+                let image = with_bitmaps(&disk, &["changes".to_owned()]).await;
+                disk.fail(Fault::nth(n, errno::ENOSPC).of(kind));
+                let outcome = image.bitmaps().change("changes", BitmapAction::Remove).await;
+                let is_ended = !disk.has_failed();
+                if let Err(error) = outcome {
+                    assert_eq!(error.kind(), ErrorKind::NoSpace, "{kind:?} {n}: {error}");
+                }
+                is_ended
+            });
+            if is_ended {
+                break;
+            }
+        }
+    }
+}
+
+fn word(image: &[u8], at: usize) -> usize {
+    u64::from_be_bytes(image[at..at + 8].try_into().unwrap()) as usize
+}
+
+/// A damaged table of a bitmap refers to a cluster of the guest, whose refcount counts both.
+#[test]
+fn a_removal_without_space_punches_no_cluster_that_has_another_user() {
+    const CLUSTER: usize = 4096;
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    let used = disk.clone();
+    sim.block_on(async move {
+        let cluster_size = CLUSTER as u64;
+        create(&used, &CreateOptions { cluster_size, ..CreateOptions::new(SIZE) }).await.unwrap();
+        let image = open(&used).await;
+        let new = NewBitmap { name: "changes".into(), granularity: None, is_enabled: true };
+        image.bitmaps().add(&new).await.unwrap();
+        write(&image, 0, &[7; CLUSTER], 0).await.unwrap();
+        image.bitmaps().change("changes", BitmapAction::Disable).await.unwrap();
+        image.close().await.unwrap();
+    });
+    let mut content = disk.content();
+    let magic = 0x2385_2875_u32.to_be_bytes();
+    let extension = content[..512].windows(4).position(|window| window == magic).unwrap();
+    let table = word(&content, word(&content, extension + 24));
+    let guest = content.chunks(CLUSTER).position(|cluster| cluster == [7; CLUSTER]).unwrap();
+    content[table..table + 8].copy_from_slice(&((guest * CLUSTER) as u64).to_be_bytes());
+    let block = word(&content, word(&content, 48));
+    content[block + guest * 2 + 1] = 2;
+    for n in 0.. {
+        let sim = Sim::new(1);
+        let zeros = Config { read_after_discard: ReadAfterDiscard::Zeros, ..Config::default() };
+        let disk = SimDisk::new(&sim, zeros, content.clone());
+        let is_ended = sim.block_on(async move {
+            let image = open(&disk).await;
+            disk.fail(Fault::nth(n, errno::ENOSPC).of(OperationKind::Write));
+            let _ = image.bitmaps().change("changes", BitmapAction::Remove).await;
+            let is_ended = !disk.has_failed();
+            let found = read(&image, ByteRange::between(0, CLUSTER as u64), 0).await.unwrap();
+            assert!(found == [7; CLUSTER], "write {n}");
+            is_ended
+        });
+        if is_ended {
+            break;
+        }
+    }
 }

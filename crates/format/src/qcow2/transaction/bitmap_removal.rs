@@ -27,7 +27,7 @@ use crate::qcow2::writeback::Metadata;
 /// the bitmaps again, also after an error. `no_space` is the error of the transaction tried before.
 ///
 /// # Errors
-/// `no_space` if the directory is too long; storage errors.
+/// `no_space` if the directory is too long; an earlier failure to write metadata; storage errors.
 pub(super) async fn remove_in_place<S: Storage>(
     Qcow2 { metadata, transactions, bitmaps: live, .. }: &Qcow2<S>,
     name: &str,
@@ -35,6 +35,8 @@ pub(super) async fn remove_in_place<S: Storage>(
 ) -> Result<()> {
     metadata.check_writable()?;
     metadata.check_intact()?;
+    // If the transaction failed at its last step, it is unknown which directory is on disk.
+    metadata.writer().check_failure()?;
     live.end(metadata).await?;
     metadata.autoclear().begin_changes_beside_guest_data().await?;
     let _alone = transactions.begin().await;

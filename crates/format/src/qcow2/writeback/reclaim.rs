@@ -2,6 +2,7 @@
 //!
 //! `allocator/deferred_free` describes the states of a cluster that is being freed.
 
+use std::mem;
 use std::ops::Range;
 
 use blockhouse_core::{ReadAfterDiscard, Result, Storage, rare};
@@ -106,10 +107,15 @@ impl<S: Storage> Metadata<S> {
             let Some(free) = self.state.lock().allocator.frees.begin_freeing() else { break };
             let mut freeing = FreeingGuard { state: &self.state, free };
             let free = &mut freeing.free;
-            if free.punch == Punch::Yes && self.discard == Discard::Unmap {
+            let punch = mem::replace(&mut free.punch, Punch::No);
+            if punch == Punch::Yes
+                && self.discard == Discard::Unmap
+                && self.are_unshared(free.clusters.clone()).await?
+            {
+                free.punch = Punch::Yes;
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
+                free.punch = Punch::No;
             }
-            free.punch = Punch::No;
             self.try_step(|state| {
                 while !free.clusters.is_empty() {
                     state.allocator.free_next(&mut state.tables, free)?;
@@ -119,6 +125,18 @@ impl<S: Storage> Metadata<S> {
             .await?;
         }
         Ok(())
+    }
+
+    /// Whether each refcount is 1. In a damaged image, a cluster that is being freed may have other
+    /// users.
+    async fn are_unshared(&self, mut clusters: Range<u64>) -> Result<bool> {
+        let unshared = self.try_step(|state| {
+            while !clusters.is_empty() && state.tables.refcounts().get(clusters.start)? == 1 {
+                clusters.start += 1;
+            }
+            Ok::<bool, Blocked>(clusters.is_empty())
+        });
+        Ok(unshared.await?.unwrap_or(false))
     }
 
     /// Deallocates ranges of free clusters on the host, if discards unmap. The clusters are
