@@ -399,8 +399,9 @@ impl LiveBitmap {
     }
 
     /// For each missing cluster of bits that `range` needs, marks all of the disk that the cluster
-    /// covers as changed, durably. `None` if no cluster is missing; otherwise whether this is the
-    /// first time that the bitmap becomes coarser.
+    /// covers as changed, durably. `None` if no cluster is missing, or if another bitmap replaces
+    /// this one; otherwise whether this is the first time that the bitmap becomes coarser. No
+    /// replacement may begin meanwhile.
     ///
     /// # Errors
     /// Errors of the storage. The change must not be made then.
@@ -410,6 +411,9 @@ impl LiveBitmap {
         range: ByteRange,
     ) -> Result<Option<bool>> {
         let (bits, in_cluster) = (self.bits_of(range), self.geometry.cluster_size() * 8);
+        if self.state.lock().phase != Phase::Open {
+            return Ok(None);
+        }
         let mut is_lacking = false;
         for cluster in bits.start / in_cluster..bits.end.div_ceil(in_cluster) {
             if let Some(_alone) = self.begin_allocation(metadata, cluster).await? {

@@ -66,8 +66,12 @@ impl LiveBitmaps {
         if self.coarsen(metadata, bitmap, &why).await? {
             return Ok(false);
         }
-        if bitmap.fill_lacking(metadata, range).await? == Some(true) {
-            self.tell_coarser(bitmap, &why);
+        {
+            // No other task makes the bitmap coarser meanwhile: its table has one writer.
+            let _alone = self.begin_lock.acquire().await;
+            if bitmap.fill_lacking(metadata, range).await? == Some(true) {
+                self.tell_coarser(bitmap, &why);
+            }
         }
         bitmap.record(metadata, range).await
     }
