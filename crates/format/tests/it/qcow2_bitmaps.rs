@@ -135,6 +135,37 @@ fn a_removal_that_fails_at_its_switch_reports_the_full_storage() {
     }
 }
 
+/// The bitmap is lost while it becomes coarser, and its bits are asked for at any step of that.
+#[test]
+fn the_extents_of_a_bitmap_that_is_being_lost_are_right_or_refused() {
+    let (content, mut refused) = (image_with_one_cluster_of_bits(), 0);
+    for (n, m) in (2..5).flat_map(|n| (n + 1..n + 8).map(move |m| (n, m))) {
+        for steps in 0.. {
+            let sim = Sim::new(2);
+            let disk = SimDisk::new(&sim, Config::default(), content.clone());
+            let used = disk.clone();
+            let image = Rc::new(sim.block_on(async move { open(&used).await }));
+            disk.fail(Fault::nth(n, errno::ENOSPC).of(OperationKind::Write));
+            disk.fail(Fault::nth(m, errno::EIO).of(OperationKind::Write));
+            let change = Rc::clone(&image);
+            let task = sim.spawn(async move { change.bitmaps().record(sector(SECOND)).await });
+            let is_ended = !(0..steps).all(|_| task.output().is_none() && sim.step());
+            let asked = Rc::clone(&image);
+            let asked = sim
+                .spawn(async move { asked.bitmaps().extents("changes", sector(FIRST), 1).await });
+            sim.run();
+            match asked.output().expect("it never ends") {
+                Ok(extents) => assert!(extents[0].is_dirty, "writes {n}, {m}, {steps} steps"),
+                Err(_) => refused += 1,
+            }
+            if is_ended {
+                break;
+            }
+        }
+    }
+    assert!(refused > 0);
+}
+
 fn word(image: &[u8], at: usize) -> usize {
     u64::from_be_bytes(image[at..at + 8].try_into().unwrap()) as usize
 }

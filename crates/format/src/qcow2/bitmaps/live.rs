@@ -363,7 +363,7 @@ impl LiveBitmaps {
     }
 
     /// Waits until no bitmap is being replaced by a coarser one or marked as lost.
-    pub(super) async fn settled(&self) {
+    pub(crate) async fn settled(&self) {
         drop(self.begin_lock.acquire().await);
     }
 

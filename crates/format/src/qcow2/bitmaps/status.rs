@@ -69,7 +69,9 @@ impl Extents {
 }
 
 /// The first extents of `range`: at least `max`, unless there are fewer. For an enabled bitmap of
-/// an image that is open for writing, these are the changes recorded at this moment.
+/// an image that is open for writing, these are the changes recorded at this moment. `None` if
+/// another bitmap replaces the bitmap: the caller reads its entry again, after
+/// [`settled`](LiveBitmaps::settled).
 ///
 /// # Errors
 /// Errors of the storage, or `Corrupt`.
@@ -79,12 +81,9 @@ pub(crate) async fn extents_of<S: Storage>(
     entry: &BitmapEntry,
     range: ByteRange,
     max: usize,
-) -> Result<Vec<BitmapExtent>> {
-    while let Some(bitmap) = live.find(&entry.name) {
-        if let Some(extents) = extents_of_live(metadata, &bitmap, range, max).await? {
-            return Ok(extents);
-        }
-        live.settled().await;
+) -> Result<Option<Vec<BitmapExtent>>> {
+    if let Some(bitmap) = live.find(&entry.name) {
+        return extents_of_live(metadata, &bitmap, range, max).await;
     }
     let mut extents = Extents::new(range, entry.granularity_bits);
     let storage = metadata.storage();
@@ -94,7 +93,7 @@ pub(crate) async fn extents_of<S: Storage>(
         let bits = reader.read(cluster).await?;
         extents.add_bits(cluster * reader.cluster_bits(), &bits, reader.cluster_bits());
     }
-    Ok(extents.extents)
+    Ok(Some(extents.extents))
 }
 
 /// As [`extents_of`], for an enabled bitmap; `None` if another bitmap replaces it.

@@ -134,13 +134,20 @@ impl<S: Storage> Bitmaps<'_, S> {
     ) -> Result<Vec<BitmapExtent>> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         let image = metadata.storage().name();
-        // As in `list`.
-        let _read = metadata.begin_read();
-        let header = metadata.lock().tables.headers.disk().clone();
-        let entries = bitmap_directory::read(metadata.storage(), &header).await?;
-        let entry = &entries[index_of(image, name, &entries)?];
-        check_consistent(image, entry, &header)?;
-        extents_of(metadata, live, entry, range, max).await
+        loop {
+            // As in `list`.
+            let read = metadata.begin_read();
+            let header = metadata.lock().tables.headers.disk().clone();
+            let entries = bitmap_directory::read(metadata.storage(), &header).await?;
+            let entry = &entries[index_of(image, name, &entries)?];
+            check_consistent(image, entry, &header)?;
+            if let Some(extents) = extents_of(metadata, live, entry, range, max).await? {
+                return Ok(extents);
+            }
+            // The task that replaces the bitmap may wait for reads, to allocate a cluster.
+            drop(read);
+            live.settled().await;
+        }
     }
 
     /// From now on, calls `observer` for each bitmap that becomes coarser or is lost because a
