@@ -7,7 +7,8 @@
 //!
 //! - Zero writes and discards of data are made in the data file, and the L2 entries do not change.
 //!   So no hole is punched later, after a writeback, when the cluster may have data again. The zero
-//!   flag is set only in entries without data.
+//!   flag is set only where a cluster, or its part that is zeroed, is not all data; data in some of
+//!   the zeroed subclusters then stays in the file, and no entry shows it.
 //! - If the data file is the raw disk (`data_file_raw`), the zero flag is never set: all zeros are
 //!   written to the data file, so that the file without the image reads as the disk.
 //! - A write whose future was dropped may still write its COW padding. The cluster has a fixed host
