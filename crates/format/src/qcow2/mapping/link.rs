@@ -54,7 +54,9 @@ impl Mapper<'_> {
             }
         }
         self.append_redo(slice, clusters.clone(), &change)?;
-        if let Change::Write { host, .. } = change {
+        if let Change::Write { host, .. } = change
+            && !geometry.has_data_file
+        {
             let end = geometry.cluster_of(host) + (clusters.end - clusters.start);
             self.allocator.note_written(end);
         }
