@@ -3,12 +3,12 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use blockhouse_core::{ByteRange, ErrorKind, Result, errno};
+use blockhouse_core::{ByteRange, ErrorKind, Result, SyncMode, errno};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{CreateOptions, NewBitmap, NewSnapshot, OpenOptions, Qcow2, create};
 use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
 
-use crate::common::{read, write};
+use crate::common::{read, unmap, write};
 
 const CLUSTER: u64 = 4096;
 const SIZE: u64 = 64 * CLUSTER;
@@ -145,4 +145,20 @@ fn a_switch_does_not_clear_the_corrupt_bit() {
             }
         }
     }
+}
+
+/// The clusters of an earlier discard cannot be freed.
+#[test]
+fn a_flush_does_not_fail_for_clusters_that_were_discarded_before() {
+    let content = image(4, async |_| {});
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), content);
+    sim.block_on(async move {
+        let image = open(&disk).await;
+        unmap(&image, ByteRange::between(0, CLUSTER), Intent::Discard, 0).await.unwrap();
+        disk.fail(Fault::nth(0, errno::EIO).of(OperationKind::Read));
+        image.flush(SyncMode::Data).await.expect("the changes are durable");
+        assert!(disk.has_failed(), "refcounts were not read");
+        image.close().await.expect("the refcounts are readable again");
+    });
 }

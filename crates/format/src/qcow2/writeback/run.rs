@@ -218,8 +218,10 @@ impl<S: Storage> Metadata<S> {
         }
         drop(running);
         let freed = self.process_frees().await;
-        self.marking(freed).await?;
-        Ok(flushed)
+        let freed = self.marking(freed).await;
+        // A flush does not fail if earlier changes' clusters remain allocated: its own changes are
+        // durable. The next writeback tries again.
+        if reason == WritebackReason::Full { freed.map(|()| flushed) } else { Ok(flushed) }
     }
 
     /// Copies the dirty metadata. If nothing is dirty, returns `None`, and pending frees become
