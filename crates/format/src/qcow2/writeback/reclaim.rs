@@ -4,6 +4,7 @@
 
 use std::mem;
 use std::ops::Range;
+use std::vec::IntoIter;
 
 use blockhouse_core::{ReadAfterDiscard, Result, Storage, rare};
 use parking_lot::Mutex;
@@ -30,6 +31,20 @@ impl Drop for FreeingGuard<'_> {
     }
 }
 
+/// Clusters whose punch has not begun. If the guard is dropped, they are punched and freed later.
+struct UnpunchedGuard<'a> {
+    state: &'a Mutex<State>,
+    rest: IntoIter<DeferredFree>,
+}
+
+impl Drop for UnpunchedGuard<'_> {
+    fn drop(&mut self) {
+        for free in self.rest.by_ref() {
+            self.state.lock().allocator.frees.defer(free);
+        }
+    }
+}
+
 impl<S: Storage> Metadata<S> {
     /// Frees clusters to which the tables in memory no longer refer. If discarded ranges read as
     /// zeros, the host range is punched at once: the L2 entry on disk may still refer to this
@@ -41,7 +56,8 @@ impl<S: Storage> Metadata<S> {
         }
         let read_after_discard = self.storage().capabilities().read_after_discard;
         let is_zeroed = read_after_discard == ReadAfterDiscard::Zeros && !self.is_encrypted;
-        for mut free in dropped {
+        let mut rest = UnpunchedGuard { state: &self.state, rest: dropped.into_iter() };
+        for mut free in rest.rest.by_ref() {
             if free.punch == Punch::Yes && self.discard == Discard::Unmap && is_zeroed {
                 // The clusters are not reallocated during the punch. If this future is dropped the
                 // clusters leak, because the late punch may still zero them.
