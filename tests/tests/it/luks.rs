@@ -268,6 +268,7 @@ fn damaged_headers_and_absurd_costs_are_one_line() {
         ("offset.luks", 248, &[0xff; 4], "past the end of the header"),
         ("stripes.luks", 252, &[0xff; 4], "stripes are not 1 to"),
         ("payload.luks", 104, &[0xff; 4], "ends before its disk"),
+        ("detached.luks", 104, &[0; 4], "its disk at offset 0 overlaps it"),
     ] {
         let outcome = fixture.convert(&changed(&image, name, at, bytes), &fixture.key).failure(why);
         assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);

@@ -8,6 +8,8 @@ use super::words::{be16, be32, text};
 
 /// The first bytes of every header.
 pub(super) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
+/// Bytes before the areas of the key slots.
+pub(super) const LENGTH: u64 = 4096;
 /// Bytes of a sector, the unit of offsets.
 const SECTOR: u64 = 512;
 /// How many key slots it has.

@@ -65,8 +65,16 @@ impl LuksHeader {
         header.map_err(|error| error.on(storage.name()))
     }
 
-    /// Checks that the areas of all supported key slots lie in the first `room` bytes.
+    /// Checks that the areas of all supported key slots lie in the first `room` bytes, and that the
+    /// disk begins after them: otherwise the first writes to the disk would destroy the keys.
     fn check_areas(self, start: u64, room: u64) -> Result<Self> {
+        let header = if self.version == 1 { luks1::LENGTH } else { 2 * luks2::LENGTHS[0] };
+        if self.payload < header {
+            let what = format!("its disk at offset {} overlaps it", self.payload);
+            let hint = "open a detached header (cryptsetup --header) and its data with cryptsetup";
+            return Err(refusal(what, start).hint(hint));
+        }
+        let room = room.min(self.payload);
         for LuksSlot { number, key } in &self.slots {
             let Ok(key) = key else { continue };
             if key.area.end() > room {
@@ -315,5 +323,55 @@ impl<S: Storage> Luks<S> {
         self.storage.resize(end).await?;
         self.size.store(size, Ordering::Release);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_sim::{Config, Sim, SimDisk};
+
+    use super::*;
+
+    fn container(edit: impl FnOnce(&mut [u8])) -> Vec<u8> {
+        let new = NewLuks {
+            uuid: String::new(),
+            digest: [0; 20],
+            digest_salt: [0; 32],
+            digest_iterations: 1000,
+            salt: [0; 32],
+            iterations: 1000,
+        };
+        let mut bytes = new.to_bytes();
+        edit(&mut bytes);
+        bytes.resize(NewLuks::LENGTH + 4096, 0);
+        bytes
+    }
+
+    fn read(edit: impl FnOnce(&mut [u8])) -> Result<LuksHeader> {
+        parse(container(edit))
+    }
+
+    fn parse(bytes: Vec<u8>) -> Result<LuksHeader> {
+        let sim = Sim::new(1);
+        let storage = SimDisk::new(&sim, Config::default(), bytes);
+        sim.block_on(async move { LuksHeader::read(&storage, 0, storage.size()).await })
+    }
+
+    #[test]
+    fn a_disk_that_overlaps_its_keys_is_refused() {
+        assert!(read(|_| ()).is_ok());
+        let sectors = |offset: usize| ((offset / 512) as u32).to_be_bytes();
+        let end_of_slot = NewLuks::AREA + NewLuks::AREA_LENGTH;
+        assert!(read(|bytes| bytes[104..108].copy_from_slice(&sectors(end_of_slot))).is_ok());
+        for (payload, words) in [
+            (0, "disk at offset 0 overlaps it"),
+            (512, "disk at offset 512 overlaps it"),
+            (NewLuks::AREA, "key slot 0 is past the end of the header"),
+            (end_of_slot - 512, "key slot 0 is past the end of the header"),
+        ] {
+            let refused = read(|bytes| bytes[104..108].copy_from_slice(&sectors(payload)));
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains(words), "{payload}: {error}");
+        }
     }
 }
