@@ -8,7 +8,7 @@
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::luks1::{END_OF_SLOTS, NewLuks, slot_record};
-use super::{LuksEncryption, LuksHeader};
+use super::{LuksEncryption, LuksHeader, LuksSlot};
 use crate::aligned_read;
 
 /// The content of a key slot.
@@ -58,8 +58,8 @@ impl LuksEncryption {
     /// Stores a key in a slot, durably. The slot's previous key is lost.
     ///
     /// # Errors
-    /// `Unsupported` for another version than 1; `Corrupt` if the slot's area overlaps other data;
-    /// or errors of the storage.
+    /// `Unsupported` for another version than 1, or for slots of another size than usual; `Corrupt` if
+    /// the slot's area overlaps other data; or errors of the storage.
     pub async fn set_slot<S: Storage>(
         &self,
         storage: &S,
@@ -94,6 +94,18 @@ impl LuksEncryption {
             let what = "key slots of LUKS 2 are not changed here";
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .hint("use cryptsetup (luksAddKey, luksKillSlot)"));
+        }
+        let is_usual = |slot: &LuksSlot| {
+            slot.key.as_ref().is_ok_and(|key| key.stripes as usize == NewLuks::STRIPES)
+        };
+        // All programs write this number, and `area_of` relies on it.
+        if !self.header().slots.iter().all(is_usual) {
+            let what = format!(
+                "a key slot that does not have {} stripes, as all others",
+                NewLuks::STRIPES
+            );
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .hint("convert the image to a new one, which gets new key slots"));
         }
         self.header().area_of(number)
     }

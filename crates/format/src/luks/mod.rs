@@ -374,4 +374,21 @@ mod tests {
             assert!(error.contains(words), "{payload}: {error}");
         }
     }
+
+    /// The area of such a slot may reach into the area of the slot that is changed.
+    #[test]
+    fn slots_are_not_changed_beside_one_with_another_number_of_stripes() {
+        let erase = |stripes: u32| {
+            let bytes = container(|bytes| bytes[252..256].copy_from_slice(&stripes.to_be_bytes()));
+            let header = parse(bytes.clone()).unwrap();
+            let sim = Sim::new(1);
+            let storage = SimDisk::new(&sim, Config::default(), bytes);
+            let keys = LuksEncryption { header, start: 0, origin: 0 };
+            sim.block_on(async move { keys.erase_slot(&storage, 1, &[9; 512]).await })
+        };
+        erase(4000).unwrap();
+        for stripes in [3999, 8000] {
+            assert_eq!(erase(stripes).unwrap_err().kind(), ErrorKind::Unsupported);
+        }
+    }
 }
