@@ -1,9 +1,9 @@
 //! Changes of the key slots of a LUKS header of version 1.
 //!
 //! Order: a slot's area is durable before its record marks it as in use. When a slot is erased, its
-//! area is overwritten durably before the record changes, so that no passphrase opens the slot even
-//! with an old copy of the record. After a crash between the two writes of an erasure, the slot is
-//! marked as in use, but no passphrase opens it.
+//! record is durable before its area is overwritten, as in QEMU. So a slot that is marked as in use
+//! has a key after any crash, and may be counted as one that opens the disk. After a crash between
+//! the two writes of an erasure, the area is useless without the salt, which the record had.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -72,8 +72,8 @@ impl LuksEncryption {
         self.write_record(storage, number, area, key).await
     }
 
-    /// Erases a slot, durably: overwrites its area with `random`, up to the shorter of the two
-    /// lengths.
+    /// Erases a slot, durably: its record, then its area, which is overwritten with `random`, up to
+    /// the shorter of the two lengths.
     ///
     /// # Errors
     /// As [`set_slot`](Self::set_slot).
@@ -85,8 +85,8 @@ impl LuksEncryption {
     ) -> Result<()> {
         let area = self.writable_area(number)?;
         let length = random.len().min(area.length() as usize);
-        write(storage, self.start() + area.offset(), &random[..length]).await?;
-        self.write_record(storage, number, area, None).await
+        self.write_record(storage, number, area, None).await?;
+        write(storage, self.start() + area.offset(), &random[..length]).await
     }
 
     fn writable_area(&self, number: u32) -> Result<ByteRange> {

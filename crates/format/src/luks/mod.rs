@@ -391,4 +391,32 @@ mod tests {
             assert_eq!(erase(stripes).unwrap_err().kind(), ErrorKind::Unsupported);
         }
     }
+
+    /// A slot without a key that counts as one in use would let the last good slot be erased.
+    #[test]
+    fn a_slot_that_is_in_use_has_its_key_whenever_a_crash_interrupts_its_erasure() {
+        let sim = Sim::new(1);
+        let mut random = sim.fork_prng();
+        let area = NewLuks::AREA..NewLuks::AREA + NewLuks::AREA_LENGTH;
+        let bytes = container(|bytes| bytes[area.clone()].fill(7));
+        let header = parse(bytes.clone()).unwrap();
+        let disk = SimDisk::new(&sim, Config::default(), bytes);
+        let changed = disk.clone();
+        let task = sim.spawn(async move {
+            let keys = LuksEncryption { header, start: 0, origin: 0 };
+            keys.erase_slot(&changed, 0, &[9; NewLuks::AREA_LENGTH]).await
+        });
+        let (mut last, mut crashes) = (None, 0);
+        while sim.step() {
+            let moment = disk.counts();
+            if last.replace(moment) != Some(moment) {
+                crashes += 1;
+                let bytes = disk.crash(&mut random);
+                let has_key = bytes[area.clone()].iter().all(|&byte| byte == 7);
+                assert!(has_key || !parse(bytes).unwrap().has_slot(0), "after {moment:?}");
+            }
+        }
+        task.output().expect("it ends").unwrap();
+        assert!(crashes > 3 && disk.content()[area].iter().all(|&byte| byte == 9));
+    }
 }
