@@ -209,6 +209,22 @@ proptest! {
     }
 }
 
+/// An entry whose offset is so high that the offset of the block's last bytes overflows.
+#[test]
+fn a_block_at_the_highest_offset_is_refused() {
+    let mut file = image(&[0xffff_ffff_fff0_0006], 2 * BLOCK, 6 * MIB);
+    put(&mut file, METADATA + (64 << 10), &(2 * BLOCK).to_le_bytes());
+    let sim = Sim::new(1);
+    let run = sim.clone();
+    sim.block_on(async move {
+        let format = open(&run, file).await.unwrap();
+        for start in [0, BLOCK, 2 * BLOCK - 512] {
+            let read = format.map(ByteRange::between(start, start + 512), Intent::Read).await;
+            assert_eq!(read.unwrap_err().kind(), ErrorKind::Corrupt);
+        }
+    });
+}
+
 #[test]
 fn the_log_is_replayed_in_memory_in_its_order() {
     let file = |entries: &[(usize, Vec<u8>)]| {

@@ -96,7 +96,8 @@ impl Metadata {
 /// longest item that it needs; bytes past the end of the file read as zeros.
 fn location(entry: &[u8], at: u64, region: ByteRange) -> Result<u64> {
     let (start, length) = (u64::from(le32(entry, 16)), u64::from(le32(entry, 20)));
-    if length > 0 && (start < TABLE as u64 || start + length > region.length()) || length > MIB {
+    let is_before = length > 0 && start < TABLE as u64;
+    if is_before || start + length > region.length() || length > MIB {
         let what = format!("a metadata item of {length} bytes at {start} of its region");
         return Err(corrupt(what, at + 16));
     }
@@ -190,7 +191,9 @@ mod tests {
             location(&entry, 0, region)
         };
         assert_eq!(entry(65536, 8).unwrap(), 2 * MIB + 65536);
-        for (start, length) in [(0, 8), (1 << 20, 8), (u32::MAX, u32::MAX), (65536, u32::MAX)] {
+        assert_eq!(entry(0, 0).unwrap(), 2 * MIB, "an empty item");
+        let beyond = [(0, 8), (1 << 20, 8), (u32::MAX, u32::MAX), (65536, u32::MAX), (u32::MAX, 0)];
+        for (start, length) in beyond {
             assert!(entry(start, length).is_err(), "{start}+{length}");
         }
     }

@@ -85,7 +85,11 @@ impl Vhdx {
         let piece = match self.bat.block(tables, at / block_size).await? {
             bat::Block::Hole => Piece::hole(length),
             bat::Block::Zero => Piece::zero(length),
-            bat::Block::Mapped { host } => Piece::mapped(host + inside, length),
+            bat::Block::Mapped { host } => {
+                // The sum overflows for a damaged entry. The caller refuses the saturated offset,
+                // which is past the end of the file.
+                Piece::mapped(host.saturating_add(inside), length)
+            }
         };
         if let ExtentState::Mapped { host } = piece.state
             && let Some(range) = ByteRange::new(host, length)
