@@ -23,6 +23,8 @@ pub(super) mod state {
     pub(in crate::foreign::vhdx) const UNDEFINED: u64 = 1;
     pub(in crate::foreign::vhdx) const ZERO: u64 = 2;
     pub(in crate::foreign::vhdx) const UNMAPPED: u64 = 3;
+    /// The same in images of version 0.95 of the specification, which QEMU reads, too.
+    pub(in crate::foreign::vhdx) const UNMAPPED_V095: u64 = 5;
     pub(in crate::foreign::vhdx) const FULLY_PRESENT: u64 = 6;
 }
 
@@ -111,7 +113,9 @@ impl Bat {
     fn state(&self, index: u64, number: u64, entry: [u8; 8]) -> Result<Block> {
         let entry = u64::from_le_bytes(entry);
         match (entry & STATE, entry & OFFSET) {
-            (state::NOT_PRESENT | state::UNDEFINED | state::UNMAPPED, _) => Ok(Block::Hole),
+            (state::NOT_PRESENT | state::UNDEFINED | state::UNMAPPED | state::UNMAPPED_V095, _) => {
+                Ok(Block::Hole)
+            }
             (state::ZERO, _) => Ok(Block::Zero),
             (state::FULLY_PRESENT, host) if host >= MIB => Ok(Block::Mapped { host }),
             (state, host) => {
