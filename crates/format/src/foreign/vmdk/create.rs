@@ -162,6 +162,11 @@ impl Head {
     pub(super) fn new(options: &NewForeignOptions, create_type: &'static str) -> Result<Self> {
         let file_name = options.file_name.clone();
         let parent = options.parent.clone();
+        if options.size == 0 {
+            return Err(refuse(
+                "a VMDK image has at least one sector: no program opens an empty one",
+            ));
+        }
         let names = [Some(&file_name), parent.as_ref().map(|parent| &parent.name)];
         if names.into_iter().flatten().any(|name| name.contains(['"', '\n', '\0'])) {
             return Err(refuse("a VMDK image cannot state a file name with such characters"));

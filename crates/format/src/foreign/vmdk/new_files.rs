@@ -112,4 +112,19 @@ mod tests {
         let error = vmdk_files(&flat).unwrap_err().to_string();
         assert!(error.contains("Flat image can't enable zeroed grain"), "{error}");
     }
+
+    #[test]
+    fn an_empty_disk_is_refused() {
+        let kinds =
+            [(Subformat::Fixed, false), (Subformat::Fixed, true), (Subformat::Sparse, true)];
+        for (subformat, is_split) in kinds {
+            let options = NewForeignOptions { size: 0, ..options(subformat, is_split) };
+            let files = vmdk_files(&options).unwrap();
+            assert!(vmdk_descriptor(&options, &files).is_err());
+        }
+        for subformat in [Subformat::Sparse, Subformat::Stream] {
+            let options = NewForeignOptions { size: 0, ..options(subformat, false) };
+            assert!(crate::NewForeign::new(crate::ForeignKind::Vmdk, &options).is_err());
+        }
+    }
 }
