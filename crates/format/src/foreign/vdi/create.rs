@@ -2,14 +2,16 @@
 
 use blockhouse_core::Result;
 
-use super::UNALLOCATED;
 use super::header::{DYNAMIC, MAX_BLOCKS, SIGNATURE, STATIC, VERSION_1_1};
+use super::{ENTRY_SIZE, UNALLOCATED};
 use crate::foreign::fields::{SECTOR, le32_bytes, padded};
 use crate::foreign::new_parts::{FilePieces, NewBlocks, NewForeignOptions, Subformat, refuse};
 
 const BLOCK: u64 = 1 << 20;
 /// Offset of the table.
 const TABLE: u64 = SECTOR;
+/// Entries of the table that are written at once.
+const PART: u64 = 256 << 10;
 /// Alignment of the blocks, for direct I/O and large pages.
 const DATA_ALIGNMENT: u64 = 1 << 20;
 /// Bytes of the text in front of the header, of the header without its later fields, and of the
@@ -44,10 +46,17 @@ impl NewVdi {
 
     pub(in crate::foreign) fn finish(self) -> (FilePieces, u64) {
         let end = self.data() + self.blocks.used() * BLOCK;
-        let entries = self.blocks.iter().map(|number| number.map_or(UNALLOCATED, |it| it as u32));
-        let table: Vec<u8> = entries.flat_map(u32::to_le_bytes).collect();
-        let pieces = [(TABLE, padded(table, SECTOR)), (0, self.header())];
-        (Box::new(pieces.into_iter()), end)
+        let header = (0, self.header());
+        // The table of the largest disk has 2 GiB, so it is made in parts.
+        let table = (0..self.blocks.count()).step_by(PART as usize).map(move |first| {
+            let numbers = (first..(first + PART).min(self.blocks.count()))
+                .map(|index| self.blocks.number(index).map_or(UNALLOCATED, |it| it as u32));
+            (
+                TABLE + first * ENTRY_SIZE,
+                padded(numbers.flat_map(u32::to_le_bytes).collect(), SECTOR),
+            )
+        });
+        (Box::new(table.chain([header])), end)
     }
 
     fn data(&self) -> u64 {

@@ -60,13 +60,17 @@ impl NewVhdx {
         let file_type = header::FILE_SIGNATURE.iter().copied().chain(creator).collect();
         let file_type = padded(file_type, FILE_TYPE);
         let table = self.regions();
-        let mut pieces = vec![(self.bat(), self.block_table()), (self.metadata(), self.items())];
+        let mut pieces = vec![(self.metadata(), self.items())];
         pieces.extend(regions::OFFSETS.map(|offset| (offset, table.clone())));
         // The second header is current: its sequence number is higher.
         let headers = header::OFFSETS.into_iter().zip(1..);
         pieces.extend(headers.map(|(offset, sequence)| (offset, self.header(sequence))));
         pieces.push((0, file_type));
-        (Box::new(pieces.into_iter()), end)
+        // The table of the largest disk has 512 MiB, so it is made in parts.
+        let table = (0..self.bat_length())
+            .step_by(MIB as usize)
+            .filter_map(move |offset| Some((self.bat() + offset, self.block_table(offset)?)));
+        (Box::new(table.chain(pieces)), end)
     }
 
     fn metadata(&self) -> u64 {
@@ -153,22 +157,21 @@ impl NewVhdx {
         padded(bytes, MIB)
     }
 
-    fn block_table(&self) -> Vec<u8> {
-        let (start, ratio) = (self.data(), self.chunk_ratio());
-        let mut bytes = Vec::with_capacity(self.bat_length() as usize);
-        for (index, number) in (0..).zip(self.blocks.iter()) {
-            if index > 0 && index % ratio == 0 {
-                // A sector bitmap, not present: the image has no parent.
-                bytes.extend([0; ENTRY_SIZE as usize]);
+    /// The MiB of the block table from `offset` on; `None` if it names no blocks, and stays a hole
+    /// of the file.
+    fn block_table(&self, offset: u64) -> Option<Vec<u8>> {
+        let (start, chunk) = (self.data(), self.chunk_ratio() + 1);
+        let numbers = offset / ENTRY_SIZE..(offset + MIB) / ENTRY_SIZE;
+        let index = |number: u64| number - number / chunk;
+        let entry = |number: u64| match self.blocks.number(index(number)) {
+            // The last entry of a chunk is a sector bitmap, not present: the image has no parent.
+            Some(block) if number % chunk != chunk - 1 => {
+                (start + block * self.block_size) | bat::state::FULLY_PRESENT
             }
-            let entry = match number {
-                Some(number) => (start + number * self.block_size) | bat::state::FULLY_PRESENT,
-                None => bat::state::NOT_PRESENT,
-            };
-            bytes.extend(entry.to_le_bytes());
-        }
-        bytes.resize(self.bat_length() as usize, 0);
-        bytes
+            _ => bat::state::NOT_PRESENT,
+        };
+        let is_used = self.blocks.has_some(index(numbers.start)..index(numbers.end));
+        is_used.then(|| numbers.flat_map(|number| entry(number).to_le_bytes()).collect())
     }
 }
 
@@ -187,4 +190,36 @@ fn seal(mut bytes: Vec<u8>) -> Vec<u8> {
     let sum = crc32c::crc32c(&bytes);
     put(&mut bytes, CHECKSUM, sum.to_le_bytes());
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_block_table_is_written_in_parts() {
+        let mut options = NewForeignOptions::new(64 << 40);
+        options.block_size = Some(MIB);
+        let mut image = NewVhdx::new(&options).unwrap();
+        let places: Vec<u64> =
+            [0, 5 << 30, options.size - 1].map(|at| image.place(at).unwrap().0).into();
+        let (bat, table) = (image.bat(), image.bat_length());
+        let (pieces, _) = image.finish();
+        let mut found = Vec::new();
+        for (offset, bytes) in pieces.filter(|(at, _)| (bat..bat + table).contains(at)) {
+            assert_eq!(bytes.len() as u64, MIB);
+            for (index, entry) in bytes.as_chunks::<8>().0.iter().enumerate() {
+                let number = (offset - bat) / ENTRY_SIZE + index as u64;
+                let entry = u64::from_le_bytes(*entry);
+                if entry != 0 {
+                    found.push((number, entry));
+                }
+            }
+        }
+        // A bitmap follows each 4096 blocks.
+        let numbers = [0, 5120 + 1, (64 << 20) - 1 + (16 << 10) - 1];
+        let block = |place: u64| place / MIB * MIB | bat::state::FULLY_PRESENT;
+        let expected: Vec<_> = numbers.into_iter().zip(places.into_iter().map(block)).collect();
+        assert_eq!(found, expected);
+    }
 }
