@@ -314,7 +314,10 @@ impl<S: Storage> Foreign<S> {
     /// Errors of the storage; `Unsupported` for more blocks than can be counted.
     pub(crate) async fn check(&self) -> Result<Option<CheckReport>> {
         let survey = rare(self.survey()).await.map_err(|error| error.on(self.storage.name()))?;
-        Ok(survey.map(Survey::finish))
+        match survey {
+            Some(survey) => Ok(Some(rare(survey.finish()).await)),
+            None => Ok(None),
+        }
     }
 
     async fn survey(&self) -> Result<Option<Survey>> {
@@ -344,7 +347,7 @@ impl<S: Storage> Foreign<S> {
         };
         let survey = rare(self.survey()).await;
         if let Ok(Some(survey)) = survey
-            && let Err(error) = survey.check_apart()
+            && let Err(error) = rare(survey.check_apart()).await
         {
             return Err(self.shared.get_or_init(|| error).duplicate());
         }

@@ -3,13 +3,21 @@
 //!
 //! Takes 8 bytes of memory for each block in use, up to [`MAX_BLOCKS`].
 
-use blockhouse_core::{Error, ErrorKind, Result};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+
+use blockhouse_core::{Error, ErrorKind, Result, WorkBudget};
 
 use super::refusal::corrupt;
 use crate::CheckReport;
 
 /// Maximum number of blocks in use that a check counts, which take 128 MiB of memory.
 const MAX_BLOCKS: usize = 16 << 20;
+/// Starts that are sorted at once, in some tens of microseconds.
+const RUN: usize = 1024;
+/// The cost of a start when runs are merged, in the unit of [`WorkBudget`].
+const MERGE: u64 = 1024;
 /// Maximum number of problems that are described in the report.
 const MAX_PROBLEMS: usize = 1000;
 
@@ -70,14 +78,14 @@ impl Survey {
     }
 
     /// The findings, once all blocks are counted.
-    pub(super) fn finish(mut self) -> CheckReport {
-        self.starts.sort_unstable();
+    pub(super) async fn finish(mut self) -> CheckReport {
         let starts = std::mem::take(&mut self.starts);
-        for pair in starts.windows(2) {
-            if self.overlaps(pair) {
-                self.problem(|| describe(pair));
-            }
-        }
+        let block_size = self.block_size;
+        let visit = |pair| {
+            self.problem(|| describe(pair));
+            true
+        };
+        visit_overlaps(starts, block_size, visit).await;
         self.report
     }
 
@@ -86,21 +94,54 @@ impl Survey {
     ///
     /// # Errors
     /// `Corrupt`, with the offset.
-    pub(super) fn check_apart(mut self) -> Result<()> {
-        self.starts.sort_unstable();
-        match self.starts.windows(2).find(|pair| self.overlaps(pair)) {
-            Some(pair) => Err(corrupt(describe(pair), pair[1])),
-            None => Ok(()),
-        }
-    }
-
-    fn overlaps(&self, pair: &[u64]) -> bool {
-        pair[1] - pair[0] < self.block_size
+    pub(super) async fn check_apart(self) -> Result<()> {
+        let mut found = Ok(());
+        let visit = |pair: [u64; 2]| {
+            found = Err(corrupt(describe(pair), pair[1]));
+            false
+        };
+        visit_overlaps(self.starts, self.block_size, visit).await;
+        found
     }
 }
 
-fn describe(pair: &[u64]) -> String {
-    let (one, other) = (pair[0], pair[1]);
+/// Passes the starts of two blocks that overlap to `visit`, in ascending order, until it returns
+/// `false`. The starts are sorted in runs, which are merged, so that the thread's other tasks run
+/// meanwhile: to sort millions of starts at once takes a second.
+async fn visit_overlaps(
+    mut starts: Vec<u64>,
+    block_size: u64,
+    mut visit: impl FnMut([u64; 2]) -> bool,
+) {
+    let budget = WorkBudget::new();
+    for run in starts.chunks_mut(RUN) {
+        run.sort_unstable();
+        budget.spend(WorkBudget::QUANTUM).await;
+    }
+    let mut runs: Vec<_> = starts.chunks(RUN).map(|run| run.iter().copied()).collect();
+    let firsts = runs.iter_mut().enumerate();
+    let firsts = firsts.filter_map(|(number, run)| Some(Reverse((run.next()?, number))));
+    let (mut heap, mut last) = (firsts.collect::<BinaryHeap<_>>(), None);
+    while let Some(mut least) = heap.peek_mut() {
+        let Reverse((start, number)) = *least;
+        match runs[number].next() {
+            Some(next) => {
+                *least = Reverse((next, number));
+                drop(least);
+            }
+            None => drop(PeekMut::pop(least)),
+        }
+        if let Some(last) = last.replace(start)
+            && start - last < block_size
+            && !visit([last, start])
+        {
+            return;
+        }
+        budget.spend(MERGE).await;
+    }
+}
+
+fn describe([one, other]: [u64; 2]) -> String {
     if one == other {
         format!("two blocks of the disk share the data at offset {one}")
     } else {
@@ -110,12 +151,17 @@ fn describe(pair: &[u64]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Waker};
+
+    use futures_executor::block_on;
+
     use super::*;
 
     fn problems(starts: &[u64]) -> CheckReport {
         let mut survey = Survey::new(100, 1000);
-        starts.iter().for_each(|&start| survey.add(0, start, 1000, 20_000).unwrap());
-        survey.finish()
+        starts.iter().for_each(|&start| survey.add(0, start, 1000, 20_000_000).unwrap());
+        block_on(survey.finish())
     }
 
     #[test]
@@ -134,6 +180,25 @@ mod tests {
     }
 
     #[test]
+    fn many_blocks_are_compared_in_short_steps() {
+        let mut survey = Survey::new(100_000, 1000);
+        let count = 100_000;
+        for index in 0..count {
+            survey.add(index, index * 7919 % count * 1000, 1000, u64::MAX).unwrap();
+        }
+        survey.add(count, 5500, 1000, u64::MAX).unwrap();
+        let mut checked = pin!(survey.check_apart());
+        let context = &mut Context::from_waker(Waker::noop());
+        let steps = (0..).take_while(|_| checked.as_mut().poll(context).is_pending()).count();
+        assert!(steps > 90, "{steps} steps");
+        let starts: Vec<u64> =
+            (0..10_000).map(|index| index * 7919 % 10_000 * 1000).chain([5500, 77_000]).collect();
+        let report = problems(&starts);
+        assert_eq!(report.corruptions, 3, "{:?}", report.problems);
+        assert!(report.problems[2].contains("share the data at offset 77000"));
+    }
+
+    #[test]
     fn a_block_that_the_file_does_not_hold_as_a_whole_is_a_problem() {
         let mut survey = Survey::new(100, 1000);
         for (index, start) in [(0, 3000), (1, 4000), (2, 4001), (3, 9000), (4, u64::MAX)] {
@@ -141,7 +206,7 @@ mod tests {
         }
         // A block that needs only its first bytes.
         survey.add(5, 4500, 500, 5000).unwrap();
-        let report = survey.finish();
+        let report = block_on(survey.finish());
         assert_eq!(report.allocated_clusters, 3);
         for (problem, words) in report.problems.iter().zip(["block 2 ", "block 3 ", "block 4 "]) {
             assert!(problem.contains(words) && problem.contains("past the end"), "{problem}");
@@ -159,7 +224,7 @@ mod tests {
                 number.to_string()
             });
         }
-        let report = survey.finish();
+        let report = block_on(survey.finish());
         assert_eq!((report.corruptions, report.problems.len()), (MAX_PROBLEMS as u64 + 7, told));
         assert_eq!((told, report.problems[999].as_str()), (MAX_PROBLEMS, "999"));
     }
