@@ -1,11 +1,12 @@
 //! Renaming a finished file, durably.
 
 use std::fs::{File, Permissions};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::Path;
 
 use blockhouse_core::{Error, Result};
-use rustix::fs::{CWD, RenameFlags};
+use rustix::fs::{CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 /// The treatment of a file that has the name already.
@@ -107,13 +108,14 @@ fn rename_noreplace(from: &Path, to: &Path) -> Result<(), Errno> {
     }
 }
 
-/// Makes a new name durable. In a folder that may not be read, by syncing the whole file system.
+/// Makes a new name, or the removal of a name, durable. In a folder that may not be read, by
+/// syncing the whole file system.
 pub(crate) fn sync_folder(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     let synced = match File::open(folder) {
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-            File::open(path).map_err(|_| error).and_then(|file| Ok(rustix::fs::syncfs(file)?))
+            file_in(folder, path).map_err(|_| error).and_then(|file| Ok(rustix::fs::syncfs(file)?))
         }
         opened => opened.and_then(|folder| folder.sync_all()),
     };
@@ -123,6 +125,14 @@ pub(crate) fn sync_folder(path: &Path) -> Result<()> {
         Err(error) => Err(Error::host("cannot sync", error).on(&folder.display().to_string())),
         Ok(()) => Ok(()),
     }
+}
+
+/// A file of the folder's file system: `path`, or a new file without a name if `path` is removed.
+fn file_in(folder: &Path, path: &Path) -> std::io::Result<OwnedFd> {
+    File::open(path).map(OwnedFd::from).or_else(|_| {
+        let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+        Ok(rustix::fs::open(folder, flags, Mode::RUSR)?)
+    })
 }
 
 #[cfg(test)]
@@ -146,5 +156,18 @@ mod tests {
         rename_durable(&part, &image, IfExists::Fail).expect_err("the name is taken");
         rename_synced(&part, &image, IfExists::Replace, fail).expect_err("the sync has failed");
         assert_eq!(fs::read(&image).expect("a file"), b"newer");
+    }
+
+    #[test]
+    fn a_file_system_is_synced_after_the_removal_of_a_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("removed");
+        fs::write(&path, "").expect("a file");
+        let before = file_in(folder.path(), &path).expect("the file");
+        fs::remove_file(&path).expect("it is there");
+        let after = file_in(folder.path(), &path).expect("another file");
+        let devices = [before, after].map(|file| File::from(file).metadata().expect("it").dev());
+        assert_eq!(devices[0], devices[1]);
+        assert_eq!(fs::read_dir(folder.path()).expect("the folder").count(), 0);
     }
 }
