@@ -109,8 +109,12 @@ impl LeftFiles {
                 Ok(()) => {
                     tracing::info!("{}: was left by its chain, and is removed", path.display())
                 }
-                Err(error) => {
+                Err(error) if path.symlink_metadata().is_ok() => {
                     return tracing::warn!("{error}; it stays, as do the layers below it");
+                }
+                Err(error) => {
+                    let path = path.display();
+                    return tracing::warn!("{error}; {path} is removed, and the layers below stay");
                 }
             }
         }
