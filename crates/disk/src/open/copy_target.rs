@@ -21,13 +21,15 @@ pub async fn open_copy_target(path: &Path, options: ImageOptions) -> Result<Imag
         Ok(disk) => {
             let file = disk.image().file();
             let is_direct = match file {
-                Some(file) => takes_direct_writes(file).await?,
-                None => true,
+                Some(file) => takes_direct_writes(file).await,
+                None => Ok(true),
             };
-            if is_direct {
+            if let Ok(true) = is_direct {
                 return Ok(disk);
             }
-            disk.close().await?;
+            // Closed after a failed write, too: otherwise it stays marked as in use.
+            let closed = disk.close().await;
+            is_direct.and(closed)?;
         }
         Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) => {}
         Err(error) => return Err(error),
