@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::Intent;
 use futures_util::future::LocalBoxFuture;
+use smallvec::SmallVec;
 
 use super::{Layer, Reader, within};
 
@@ -226,13 +227,15 @@ impl<S: Storage> LayerStatus<'_, S> {
     /// so on; 0 if no layer has them.
     pub(crate) async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
         let (mut layer, mut rest, mut depth) = (self.0, range, 1);
+        let mut passed: SmallVec<[_; 2]> = SmallVec::new();
         loop {
-            // While the guard is held, the backing file is not detached.
             let _guard = layer.format.begin_read();
             let extent = layer.format.map(rest, Intent::Read).await?;
             let length = extent.guest.length();
             match extent.state {
                 ExtentState::Backing => {
+                    // As in `block_status`.
+                    passed.push(layer.backing_reads.begin(extent.guest, Reader::Read));
                     let backing = layer.backing()?;
                     let inside = within(extent.guest, backing.size());
                     depth += 1;

@@ -3,9 +3,10 @@
 
 use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::Intent;
+use smallvec::SmallVec;
 
 use super::block_status::{HostRuns, LayerStatus};
-use super::{BlockStatus, BlockStatusCache, Layer, within};
+use super::{BlockStatus, BlockStatusCache, Layer, Reader, within};
 
 /// A part of a disk and its location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,16 +55,19 @@ impl<S: Storage> LayerStatus<'_, S> {
         cache: &mut BlockStatusCache,
     ) -> Result<MapEntry> {
         let (mut layer, mut rest, mut depth) = (self.0, range, 0);
+        let mut passed: SmallVec<[_; 2]> = SmallVec::new();
         loop {
             if layer.format.is_identity() {
                 let (guest, content) =
                     LayerStatus(layer).identity_content(rest, cache, depth).await?;
                 return Ok(MapEntry { guest, depth, kind: content });
             }
-            // While the guard is held, the backing file is not detached.
             let guard = layer.format.begin_read();
             let extent = layer.format.map(rest, Intent::Read).await?;
             if extent.state == ExtentState::Backing {
+                // The lookup is registered before the drop of the guard: afterwards the backing
+                // file may be detached.
+                passed.push(layer.backing_reads.begin(extent.guest, Reader::Read));
                 let backing = layer.backing()?;
                 let inside = within(extent.guest, backing.size());
                 if !inside.is_empty() {
