@@ -129,13 +129,17 @@ impl<S: Storage> LayerStatus<'_, S> {
 }
 
 /// The first bytes of `guest`, which are mapped to `host`, and their kind. Clusters that were
-/// allocated before their data was written are holes of the file, or lie past its end.
+/// allocated before their data was written are holes of the file, or lie past its end. If the data
+/// is encrypted, they do not read as zeros, because a read decrypts the zeros of the file.
 async fn written<S: Storage>(
     layer: &Layer<S>,
     guest: ByteRange,
     host: u64,
     runs: &mut HostRuns,
 ) -> Result<(ByteRange, MapEntryKind)> {
+    if layer.is_encrypted() {
+        return Ok((guest, MapEntryKind::Data { host }));
+    }
     let inside = layer.data().size().saturating_sub(host).min(guest.length());
     let Some(range) = ByteRange::new(host, inside).filter(|range| !range.is_empty()) else {
         return Ok((guest, MapEntryKind::Unwritten { host }));
