@@ -58,8 +58,8 @@ impl LuksEncryption {
     /// Stores a key in a slot, durably. The slot's previous key is lost.
     ///
     /// # Errors
-    /// `Unsupported` for another version than 1, or for slots of another size than usual; `Corrupt` if
-    /// the slot's area overlaps other data; or errors of the storage.
+    /// `Unsupported` for another version than 1, or for slots of another size than usual; `Corrupt`
+    /// if the slot's area overlaps other data; or errors of the storage.
     pub async fn set_slot<S: Storage>(
         &self,
         storage: &S,
