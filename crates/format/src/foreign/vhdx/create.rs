@@ -218,7 +218,7 @@ mod tests {
         }
         // A bitmap follows each 4096 blocks.
         let numbers = [0, 5120 + 1, (64 << 20) - 1 + (16 << 10) - 1];
-        let block = |place: u64| place / MIB * MIB | bat::state::FULLY_PRESENT;
+        let block = |place: u64| (place / MIB * MIB) | bat::state::FULLY_PRESENT;
         let expected: Vec<_> = numbers.into_iter().zip(places.into_iter().map(block)).collect();
         assert_eq!(found, expected);
     }
