@@ -94,7 +94,7 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     }
     check_nobody_stands(running, source, 1..=1)?;
     let options = image_options(&source.setup, &StateUse::Off, Secrets::of(disk))?;
-    let base = open_base(disk, &source.path(), options).await?;
+    let (base, locks) = open_base(disk, &source.path(), options).await?;
     // From now on the layer no longer has the disk's content at the fork.
     if is_forked(Path::new(base.image().image_name())) {
         record_committed(Path::new(base.image().image_name()), &source.path())?;
@@ -107,6 +107,7 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
         let _ = base.close().await;
         return Err(fitted.err().unwrap_or_else(|| error.into()));
     }
+    locks.keep();
     keep_vouching(running, &base);
     disk.jobs().settle_base().await?;
     fitted.map(|()| base)

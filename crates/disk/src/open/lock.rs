@@ -134,7 +134,8 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
     if locked.is_err() {
         let _ = take(reader);
         file.release_locks();
-        lock(reader, Access::ReadOnly)?;
+        // Only the first error is reported.
+        let _ = lock(reader, Access::ReadOnly);
     }
     locked.map(drop)
 }

@@ -82,6 +82,7 @@ pub use qemu_name::{
     FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName, QemuTls, SpaceOptions,
     escape as escape_uri, is_address, plain_backing,
 };
+pub use reader_locks::ReaderLocksGuard;
 pub use reopen::reopen;
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use rollback::{RolledBack, roll_back};

@@ -28,7 +28,7 @@ use super::open_layers;
 use super::open_location::{identity_of, open_location};
 use super::probe_check::format_by_name;
 use super::qemu_name::whole_backing;
-use super::reader_locks::{lock_readers, take_from_readers};
+use super::reader_locks::{ReaderLocksGuard, take_from_readers};
 use super::restore::Restore;
 use super::same_bytes::{check_apart_from, files_of_layer};
 use super::side_file::{Route, is_file, place_of, route};
@@ -316,8 +316,9 @@ impl CommitChain {
 /// files: for [`attach_base`](crate::DiskJobs::attach_base). `path` is the path of the disk's
 /// image, and `options` are those that it was opened with. From now on other programs can neither
 /// read nor write the backing file. Until [`keep_state`](super::keep_state) is called, a kill of
-/// the process loses acknowledged but unflushed changes of the backing file. Needs the event loop
-/// of the current thread.
+/// the process loses acknowledged but unflushed changes of the backing file. The caller keeps the
+/// guard until the disk reads through the new opening, and then [keeps](ReaderLocksGuard::keep) the
+/// locks. Needs the event loop of the current thread.
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` if there is no backing file, another file has its name now, or its
@@ -327,10 +328,16 @@ pub fn open_base<'a>(
     disk: &'a ImageDisk,
     path: &'a Path,
     options: ImageOptions,
-) -> LocalBoxFuture<'a, Result<Arc<ImageDisk>>> {
+) -> LocalBoxFuture<'a, Result<(Arc<ImageDisk>, ReaderLocksGuard)>> {
     rare(async move {
         let above = [&**disk.image().layer()];
-        Ok(Arc::new(Disk::new(open_behind(&above, path, options).await?)))
+        let locking = options.locking;
+        let base = Arc::new(Disk::new(open_behind(&above, path, options).await?));
+        let Some(reader) = above[0].backing_layer() else {
+            unreachable!("its backing file was opened")
+        };
+        let guard = ReaderLocksGuard::new(reader, locking).of_opened(base.image());
+        Ok((base, guard))
     })
 }
 
@@ -384,30 +391,25 @@ pub(super) async fn open_behind(
             lock_in_place_of(file, reader)?;
         }
     }
+    let guard = ReaderLocksGuard::new(layer, behind.locking);
     let below = Chain::from_named(path, identity, folder);
-    let opened = open_from(below, storage, &Route::itself(Path::new(""), &behind), None).await;
-    if opened.is_err()
-        && let Some(reader) = reader.filter(|_| behind.locking == Locking::Held)
-    {
-        lock(reader, Access::ReadOnly)?;
-    }
-    let opened = opened?;
+    let opened = open_from(below, storage, &Route::itself(Path::new(""), &behind), None).await?;
     opened.end_opening(behind.state.is_look());
+    guard.keep();
     Ok(opened)
 }
 
 /// As [`open_behind`], for a raw backing file: through its side file, if that belongs to the image.
 async fn open_with_side_file(
-    layer: &Layer<ImageStorage>,
+    layer: &Arc<Layer<ImageStorage>>,
     path: &Path,
     options: &ImageOptions,
 ) -> Result<StoredImage> {
-    let opened = open_layer_again(path, options, |file| take_from_readers(layer, file, options));
-    let opened = opened.await;
-    if opened.is_err() {
-        lock_readers(layer, options)?;
-    }
-    opened
+    let guard = ReaderLocksGuard::new(layer, options.locking);
+    let take_locks = |file: &_| take_from_readers(layer, file, options);
+    let opened = open_layer_again(path, options, take_locks).await?;
+    guard.keep();
+    Ok(opened)
 }
 
 /// Opens an image for writing that this process has open for reading already: a layer that a disk

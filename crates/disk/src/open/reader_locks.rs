@@ -1,11 +1,14 @@
 //! The locks of a layer that a disk reads, while the layer is reopened for writing.
 
+use std::sync::Arc;
+
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::HostFile;
 use blockhouse_storage::ImageStorage;
 
+use super::image_disk::StoredImage;
 use super::image_options::{ImageOptions, Locking};
-use super::lock::{lock, lock_in_place_of};
+use super::lock::{become_reader, lock, lock_in_place_of};
 use super::open_location::identity_of;
 use crate::layer::Layer;
 use crate::options::Access;
@@ -24,8 +27,8 @@ fn readers(layer: &Layer<ImageStorage>) -> Vec<&HostFile> {
 /// of its side file. Releases the locks of the layer's other file.
 ///
 /// # Errors
-/// As [`check_alone`] and [`lock_in_place_of`]. After an error the caller [locks](lock_readers) the
-/// layer's files again.
+/// As [`check_alone`] and [`lock_in_place_of`]. The caller has a [`ReaderLocksGuard`], which locks
+/// the layer's files again.
 pub(super) fn take_from_readers(
     layer: &Layer<ImageStorage>,
     file: &HostFile,
@@ -63,11 +66,106 @@ pub(super) fn check_alone(layer: &Layer<ImageStorage>) -> Result<()> {
 ///
 /// # Errors
 /// As [`lock`].
-pub(super) fn lock_readers(layer: &Layer<ImageStorage>, options: &ImageOptions) -> Result<()> {
-    if options.locking == Locking::Held {
+pub(super) fn lock_readers(layer: &Layer<ImageStorage>, locking: Locking) -> Result<()> {
+    if locking == Locking::Held {
         for file in readers(layer) {
             lock(file, Access::ReadOnly)?;
         }
     }
     Ok(())
+}
+
+/// The locks of a layer that a disk reads, while another opening of its files takes them. When this
+/// is dropped, the layer's files are locked for reading again, unless the other opening
+/// [keeps](Self::keep) the locks. So an error or a dropped future leaves no layer unlocked.
+#[must_use]
+pub struct ReaderLocksGuard {
+    layer: Arc<Layer<ImageStorage>>,
+    locking: Locking,
+    /// The other opening, once it is complete.
+    opened: Option<Arc<StoredImage>>,
+    is_kept: bool,
+}
+
+impl ReaderLocksGuard {
+    /// The guard must be made before the locks are taken, and before the other opening.
+    pub(super) fn new(layer: &Arc<Layer<ImageStorage>>, locking: Locking) -> Self {
+        Self { layer: Arc::clone(layer), locking, opened: None, is_kept: false }
+    }
+
+    /// The guard while `opened` has the locks.
+    pub(super) fn of_opened(mut self, opened: &Arc<StoredImage>) -> Self {
+        self.opened = Some(Arc::clone(opened));
+        self
+    }
+
+    /// Leaves the locks to the other opening.
+    pub fn keep(mut self) {
+        self.is_kept = true;
+    }
+}
+
+impl Drop for ReaderLocksGuard {
+    fn drop(&mut self) {
+        if self.is_kept || self.locking != Locking::Held {
+            return;
+        }
+        let opened = self.opened.iter().flat_map(|opened| readers(opened.layer()));
+        opened.for_each(become_reader);
+        if let Err(error) = lock_readers(&self.layer, self.locking) {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use blockhouse_engine::{EngineChoice, EventLoop};
+    use blockhouse_format::qcow2::{Backing, CreateOptions};
+    use futures_util::poll;
+
+    use super::super::create::{create, create_qcow2};
+    use super::super::lock::lock_for_writing;
+    use super::super::open_image::{open, open_base};
+    use super::*;
+    use crate::ImageFormat;
+
+    /// A base that is opened for writing, and not attached, leaves the layer of the disk locked.
+    #[test]
+    fn a_layer_that_is_opened_again_in_vain_stays_locked() {
+        let folder = tempfile::tempdir().unwrap();
+        let (base, path) = (folder.path().join("base"), folder.path().join("disk"));
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            create(&base, 1 << 20, ImageFormat::Qcow2).await.unwrap();
+            let backing = Backing { name: b"base".to_vec(), format: Some("qcow2".into()) };
+            let new = CreateOptions { backing: Some(backing), ..CreateOptions::new(1 << 20) };
+            create_qcow2(&path, &new, Default::default()).await.unwrap();
+            let format = Some(ImageFormat::Qcow2);
+            let options = ImageOptions { format, ..ImageOptions::default() };
+            let is_locked = |base: &Path| lock_for_writing(base).is_err();
+            assert!(!is_locked(&base));
+            let disk = open(&path, options.clone()).await.unwrap();
+            assert!(is_locked(&base));
+            for round in 0_u32.. {
+                let steps = (2 + round % 2) << (round / 2);
+                let mut opening = open_base(&disk, &path, options.clone());
+                let mut is_ready = false;
+                for _ in 0..steps {
+                    is_ready |= !is_ready && poll!(&mut opening).is_ready();
+                    blockhouse_core::yield_now().await;
+                }
+                drop(opening);
+                assert!(is_locked(&base), "dropped after {steps} steps");
+                if is_ready {
+                    break;
+                }
+            }
+            let (opened, guard) = open_base(&disk, &path, options.clone()).await.unwrap();
+            opened.close().await.unwrap();
+            drop((opened, guard));
+            assert!(is_locked(&base));
+        });
+    }
 }

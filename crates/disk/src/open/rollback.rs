@@ -25,7 +25,7 @@ use super::moved_record::{
 };
 use super::open_image::open_layer_again;
 use super::open_location::{canonical, identity_of};
-use super::reader_locks::{lock_readers, take_from_readers};
+use super::reader_locks::{ReaderLocksGuard, take_from_readers};
 use crate::disk::ReplacedImage;
 use crate::layer::Layer;
 use crate::options::Access;
@@ -89,9 +89,12 @@ pub fn roll_back<'a>(
 ) -> LocalBoxFuture<'a, Result<RolledBack>> {
     rare(async move {
         let (layer, overlay) = check_rollback(disk)?;
-        let lower = Arc::new(open_lower(disk, &layer, options).await?);
+        let (lower, locks) = open_lower(disk, &layer, options).await?;
         match go_back(disk, &lower, &layer, &overlay).await {
-            Ok(pause) => Ok(RolledBack { layer, overlay, pause }),
+            Ok(pause) => {
+                locks.keep();
+                Ok(RolledBack { layer, overlay, pause })
+            }
             Err(Failed::Unchanged(error)) => {
                 if let Err(error) = end_rollback(&layer) {
                     tracing::warn!("{error}");
@@ -99,11 +102,6 @@ pub fn roll_back<'a>(
                 if let Err(error) = lower.close().await {
                     tracing::warn!("{error}");
                 }
-                drop(lower);
-                disk.image()
-                    .layer()
-                    .backing_layer()
-                    .map_or(Ok(()), |layer| lock_readers(layer, options))?;
                 Err(error)
             }
             Err(Failed::Unknown(error)) => Err(error),
@@ -151,7 +149,11 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
 }
 
 /// Opens the layer of a disk for writing. The new opening gets the locks of the read-only opening.
-async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<StoredImage> {
+async fn open_lower(
+    disk: &ImageDisk,
+    layer: &Path,
+    options: &ImageOptions,
+) -> Result<(Arc<StoredImage>, ReaderLocksGuard)> {
     let Some(behind) = disk.image().layer().backing_layer() else {
         return Err(Error::new(ErrorKind::InvalidInput, "stands on no layer").on(disk.name()));
     };
@@ -162,12 +164,11 @@ async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> R
     };
     let options =
         ImageOptions { format, access: Access::ReadWrite, copy_on_read: false, ..options.clone() };
-    let opened =
-        open_layer_again(layer, &options, |file| take_from_readers(behind, file, &options)).await;
-    if opened.is_err() {
-        lock_readers(behind, &options)?;
-    }
-    opened
+    let guard = ReaderLocksGuard::new(behind, options.locking);
+    let take_locks = |file: &_| take_from_readers(behind, file, &options);
+    let lower = Arc::new(open_layer_again(layer, &options, take_locks).await?);
+    let guard = guard.of_opened(&lower);
+    Ok((lower, guard))
 }
 
 async fn go_back(
