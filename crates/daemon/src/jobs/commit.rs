@@ -86,6 +86,7 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     let disk = &source.disk;
     if let Some(base) = disk.jobs().base() {
         disk.jobs().settle_base().await?;
+        record_begun(base, source)?;
         return fit(base, disk.size()).await.map(|()| Arc::clone(base));
     }
     if let Some(behind) = disk.image().layer_at(1) {
@@ -95,9 +96,10 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     check_nobody_stands(running, source, 1..=1)?;
     let options = image_options(&source.setup, &StateUse::Off, Secrets::of(disk))?;
     let (base, locks) = open_base(disk, &source.path(), options).await?;
-    // From now on the layer no longer has the disk's content at the fork.
-    if is_forked(Path::new(base.image().image_name())) {
-        record_committed(Path::new(base.image().image_name()), &source.path())?;
+    // A change of the base's size is the first change. Otherwise it begins after the waits below,
+    // so that the layer still has the disk's content at the fork if these fail.
+    if base.size() < disk.size() {
+        record_begun(&base, source)?;
     }
     let fitted = fit(&base, disk.size()).await;
     // Attached even if the base could not be made longer: only this opening of the file holds its
@@ -110,7 +112,17 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     locks.keep();
     keep_vouching(running, &base);
     disk.jobs().settle_base().await?;
+    record_begun(&base, source)?;
     fitted.map(|()| base)
+}
+
+/// Records that the base no longer has the disk's content at the fork, if it is the layer of one.
+fn record_begun(base: &ImageDisk, source: &RunningDisk) -> Result<()> {
+    let layer = Path::new(base.image().image_name());
+    if is_forked(layer) {
+        record_committed(layer, &source.path())?;
+    }
+    Ok(())
 }
 
 /// Refuses to store an encrypted image's data in an unencrypted backing file.

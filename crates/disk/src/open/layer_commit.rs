@@ -70,12 +70,10 @@ pub fn begin_layer_commit<'a>(
             }
         };
         let base = Some(PathBuf::from(name)).filter(|base| file && is_forked(base));
-        let begin = async {
-            if let Some(base) = &base {
-                record_committed(base, opener.path_of(left_below(&commit)))?;
-            }
-            commit.begin().await
-        };
+        let begin = commit.begin(|| match &base {
+            Some(base) => record_committed(base, opener.path_of(left_below(&commit))),
+            None => Ok(()),
+        });
         if let Err(error) = begin.await {
             end_layer_commit(&commit, &options).await;
             return Err(error);

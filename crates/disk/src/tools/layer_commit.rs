@@ -68,14 +68,16 @@ impl<S: Storage> LayerCommit<S> {
         self
     }
 
-    /// Waits for reads that use an older opening of the base, and makes the base as long as the
-    /// highest layer.
+    /// Waits for reads that use an older opening of the base, runs `before_change`, and makes the
+    /// base as long as the highest layer.
     ///
     /// # Errors
-    /// `Io` if a read takes too long; storage errors.
-    pub async fn begin(&self) -> Result<()> {
+    /// `Io` if a read takes too long, before anything has changed; errors of `before_change`;
+    /// storage errors.
+    pub async fn begin(&self, before_change: impl FnOnce() -> Result<()>) -> Result<()> {
         let reads = self.disk.image().layer().opened().reads_ended();
         self.disk.patiently(reads).await?;
+        before_change()?;
         if self.base.size() < self.top.size() {
             self.base.resize(self.top.size()).await?;
         }

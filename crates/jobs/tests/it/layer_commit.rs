@@ -110,7 +110,7 @@ async fn commit(
     };
     let base = Arc::new(base.await.expect("a base"));
     let commit = LayerCommit::new(disk, left_out, upper, base).expect("memory");
-    let begun = commit.begin().await;
+    let begun = commit.begin(|| Ok(())).await;
     let commit = Rc::new(commit);
     let end = match begun {
         Ok(()) => {
