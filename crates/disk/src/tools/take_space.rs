@@ -47,13 +47,13 @@ pub async fn take_space<S: Storage>(
         if left.is_empty() {
             continue;
         }
-        let sent = match mode {
-            // The rest is a part of a cluster, at the start or the end of the range.
-            SpaceMode::Tables | SpaceMode::Falloc => {
-                let unit = disk.image().cluster_size().unwrap_or(WRITE_SIZE);
-                left.truncate(unit - left.offset() % unit)
-            }
-            SpaceMode::Full => rest,
+        let unit = disk.image().cluster_size().unwrap_or(WRITE_SIZE);
+        let sent = if mode == SpaceMode::Full && left.offset().is_multiple_of(unit) {
+            // The storage cannot allocate, or only the last part of a cluster is left.
+            rest
+        } else {
+            // A part of a cluster, at the start or the end of the range.
+            left.truncate(unit - left.offset() % unit)
         };
         for chunk in chunks(sent) {
             zeros.set_len(chunk.length() as usize);

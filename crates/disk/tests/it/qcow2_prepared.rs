@@ -400,6 +400,17 @@ fn a_longer_disk_takes_its_space_without_sending_zeros_where_that_can_be() {
     }
 }
 
+/// Of a disk that ends inside an unallocated cluster, only the rest of that cluster is sent.
+#[test]
+fn a_longer_disk_sends_no_more_than_parts_of_clusters() {
+    let config = Config { prepare_zeroes: Support::Yes, ..able() };
+    let (from, to) = (4 * CLUSTER + 512, 40 * CLUSTER + 1024);
+    let rig = Rig::qcow2(config, CreateOptions::new(from));
+    let (prepared, sent) = lengthen(&rig, from, to);
+    assert!(prepared >= 35 * CLUSTER && sent <= 4 * CLUSTER, "{prepared} {sent}");
+    assert_eq!(rig.read(from, (to - from) as usize), vec![0; (to - from) as usize]);
+}
+
 #[test]
 fn a_longer_disk_has_its_space_set_aside_where_that_can_be() {
     has_its_space_at_once(SpaceMode::Falloc, Unmap::Forbidden);
