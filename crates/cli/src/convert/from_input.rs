@@ -129,6 +129,7 @@ async fn copy(
     let options = StreamOptions {
         target_content: target.content,
         compress: arguments.compress,
+        writes_zeros: arguments.sparse == Some(0),
         resize: target.is_new,
     };
     let rest = stream::unfold((Some(first), chunks), |(first, mut chunks)| async move {

@@ -119,7 +119,8 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
     }
 
     /// Writes the first `length` bytes of `new` to the target at `offset`, where they differ from
-    /// `old`, the target's current content.
+    /// `old`, the target's current content. Zeros that are written like data are always written,
+    /// because the target may have no space for them.
     pub(super) async fn update(
         &self,
         offset: u64,
@@ -131,8 +132,11 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
         let differs = |unit: Range<usize>| bytes[unit.clone()] != old[unit];
         // A hole in a new image does not hide the parent's data.
         let has_holes = matches!(self.target, Target::Disk(_));
-        let is_empty = |unit: &Range<usize>| has_holes && is_zero(&bytes[unit.clone()]);
-        let data = runs(length, offset, self.unit, |unit| !is_empty(&unit) && differs(unit));
+        let is_empty =
+            |unit: &Range<usize>| has_holes && !self.is_dense && is_zero(&bytes[unit.clone()]);
+        let data = runs(length, offset, self.unit, |unit| {
+            !is_empty(&unit) && (self.is_dense && is_zero(&bytes[unit.clone()]) || differs(unit))
+        });
         let holes = runs(length, offset, self.unit, |unit| is_empty(&unit) && differs(unit));
         self.make_holes(offset, holes).await?;
         self.store(offset, data, new).await

@@ -27,6 +27,8 @@ pub struct StreamOptions {
     pub target_content: TargetContent,
     /// Whether data is stored in compressed clusters if that saves space.
     pub compress: bool,
+    /// Whether zeros are written like data.
+    pub writes_zeros: bool,
     /// Whether the target becomes as long as the stream. If not, it must be long enough, and its
     /// bytes beyond the stream stay as they are.
     pub resize: bool,
@@ -50,7 +52,11 @@ pub async fn copy_stream<S: Storage>(
     options: StreamOptions,
     progress: &ToolProgress,
 ) -> Result<u64> {
-    let writer = &RangeWriter::new(Arc::clone(target), options.compress)?;
+    let mut writer = RangeWriter::new(Arc::clone(target), options.compress)?;
+    if options.writes_zeros {
+        writer.write_zeros();
+    }
+    let writer = &writer;
     let mut length = 0;
     let placed = stream::unfold((pieces, &mut length), |(mut pieces, length)| async move {
         let piece = match pieces.next().await? {
@@ -64,7 +70,7 @@ pub async fn copy_stream<S: Storage>(
     rare(for_each_in_flight(placed, async |(offset, mut piece): (u64, Buffer)| {
         let length = piece.len();
         fill_last_sector(&mut piece);
-        if options.target_content == TargetContent::Unknown {
+        if options.target_content == TargetContent::Unknown && !options.writes_zeros {
             let bytes = piece.bytes();
             let holes = runs(bytes.len(), offset, writer.unit(), |unit| is_zero(&bytes[unit]));
             writer.make_holes(offset, holes).await?;

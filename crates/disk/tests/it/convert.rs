@@ -6,7 +6,7 @@ use std::sync::Arc;
 use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Request, Result, ToolProgress};
 use blockhouse_disk::{
     AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, Disk, Image, ImageFormat, Options,
-    TargetContent, commit_overlay, prepare_rebase,
+    STREAM_PIECE, StreamOptions, TargetContent, commit_overlay, copy_stream, prepare_rebase,
 };
 use blockhouse_format::qcow2::{
     self, Backing, Compression, CreateOptions, Preallocation, Switch, Version,
@@ -14,6 +14,7 @@ use blockhouse_format::qcow2::{
 use blockhouse_sim::{
     Config, Fault, Operation, OperationKind, Report, Rng, Sim, SimDisk, for_seeds,
 };
+use futures_util::stream;
 
 const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
@@ -357,6 +358,46 @@ fn what_maps_show_as_zeros_is_neither_read_nor_written() {
     assert_eq!(bytes(from_file.take_log(), OperationKind::Read), 64 << 10);
     // The data, and the place of the one new table, which is got from the host before it is begun.
     assert_eq!(bytes(to_file.take_log(), OperationKind::Write), 128 << 10);
+}
+
+#[test]
+fn zeros_that_are_written_like_data_take_space_whatever_the_target_had() {
+    const SIZE: u64 = 4 << 20;
+    for target_content in [TargetContent::Zero, TargetContent::Unknown] {
+        for is_stream in [false, true] {
+            let sim = Sim::new(0);
+            let inner = sim.clone();
+            sim.block_on(async move {
+                let options = CreateOptions::new(SIZE);
+                let new = || SimDisk::new(&inner, Config::default(), Vec::new());
+                let to = Arc::new(create(&new(), Some(&options)).await);
+                if is_stream {
+                    let pieces = [STREAM_PIECE; 2].map(|length| Ok(Buffer::new(length)));
+                    let how = StreamOptions {
+                        target_content,
+                        compress: false,
+                        writes_zeros: true,
+                        resize: false,
+                    };
+                    let pieces = Box::pin(stream::iter(pieces));
+                    copy_stream(&to, pieces, how, &ToolProgress::default()).await.expect("room");
+                } else {
+                    let from = Arc::new(create(&new(), Some(&options)).await);
+                    let how = CopyOptions { target_content, compress: false, max_in_flight: 4 };
+                    let copying = CopyJob::new(from, Arc::clone(&to), how).expect("room");
+                    let copying = copying.writing_zeros();
+                    copying.work().await.expect("room");
+                    assert_eq!(copying.progress().written, SIZE);
+                }
+                let mut rest = ByteRange::between(0, SIZE);
+                while !rest.is_empty() {
+                    let (depth, length) = to.allocation_depth(rest).await.expect("no failure");
+                    assert_eq!(depth, 1, "{target_content:?}, {is_stream}: {rest:?}");
+                    rest = rest.skip(length);
+                }
+            });
+        }
+    }
 }
 
 /// The bytes of a disk whose clusters all have a place.
