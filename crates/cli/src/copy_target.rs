@@ -253,15 +253,18 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
 /// # Errors
 /// A copy is running; otherwise, an earlier copy has left its file, and `advice` says what to do.
 pub async fn unfinished(path: &Path, advice: &str) -> Result<PathBuf> {
-    let hidden = match (called_as::is_qemu_img(), path.file_name(), Location::of(path)?) {
+    let part = match (called_as::is_qemu_img(), path.file_name(), Location::of(path)?) {
         (true, Some(name), Location::File(_)) => {
             let mut hidden = OsString::from(".");
             hidden.push(name);
-            Some(part_of(&path.with_file_name(hidden)))
+            part_of(&path.with_file_name(hidden))
         }
-        _ => None,
+        (true, _, Location::Rbd(image)) => {
+            let hidden = format!(".{}", image.image());
+            part_of(Path::new(&image.with_image(&hidden).to_string()))
+        }
+        _ => part_of(path),
     };
-    let part = hidden.unwrap_or_else(|| part_of(path));
     if !exists(&part).await? {
         return Ok(part);
     }

@@ -20,7 +20,7 @@ use blockhouse_disk::{
     exists, format_for_new, is_address, is_device, note_data_file, open, open_created, part_of,
     plain_backing, remove_created, rename_finished,
 };
-use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
+use blockhouse_engine::{EngineChoice, EventLoop, NewFile, is_same_file};
 use blockhouse_format::qcow2::Preallocation;
 use blockhouse_format::{SpaceMode, preallocate, probe, qcow2};
 use blockhouse_storage::ImageStorage;
@@ -478,11 +478,6 @@ pub async fn create_qcow2(
     progress: &ToolProgress,
 ) -> Result<()> {
     let data = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
-    if let Some(data) = &data
-        && std::path::absolute(data)? == std::path::absolute(image)?
-    {
-        bail!("{}: cannot be its own data file; name another file", image.display());
-    }
     if let Some(backing) = &options.backing {
         let backing = open_backing(image, backing, allowed).await?;
         // An existing data file is emptied.
@@ -526,6 +521,10 @@ async fn make_qcow2(
         note_data_file(image, name);
     }
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
+    if data_path.as_deref().is_some_and(|data| is_same_file(data, place)) {
+        remove_created(place).await;
+        bail!("{}: cannot be its own data file; name another file", image.display());
+    }
     let data = data_path.as_deref().map(|path| {
         // qemu-img overwrites both files.
         let is_in_place = called_as::is_qemu_img() && path.is_file();

@@ -310,6 +310,8 @@ pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Res
         if let Err(error) = taken {
             const ETIMEDOUT: i32 = 110;
             let perhaps_taken = index + usize::from(error.errno() == ETIMEDOUT);
+            // A cluster that does not answer would hold off the guests for longer.
+            drop(quiesced);
             for (disk, name) in &all[..perhaps_taken] {
                 delete_unneeded(disk, name).await;
             }

@@ -158,16 +158,18 @@ fn a_data_file_is_neither_the_source_nor_a_backing_file_nor_the_image() {
     let scratch = Scratch::new();
     let content = random_bytes(&mut seeded(), MIB);
     let image = scratch.image_of("a.raw", &content);
+    std::fs::create_dir(scratch.path("d")).expect("a folder");
     for program in ["$bh", "$img"] {
         for (line, said) in [
             ("convert -O qcow2 -o data_file=a.raw - out.qcow2 < a.raw", "has bytes of"),
             ("convert -O qcow2 -B a.raw -F raw -o data_file=a.raw a.raw o.qcow2", "has bytes of"),
             ("create -f qcow2 -F raw -b a.raw -o data_file=a.raw o.qcow2", "has bytes of"),
             ("create -f qcow2 -o data_file=o.qcow2 o.qcow2 1M", "its own data file"),
+            ("create -f qcow2 -o data_file=../d/o.qcow2 d/o.qcow2 1M", "its own data file"),
         ] {
             shell(&scratch, &format!("{program} {line}")).failure(said);
             assert!(image.content() == content, "{program} {line}");
-            shell(&scratch, "ls | grep qcow2; test $? = 1").success();
+            shell(&scratch, "ls . d | grep qcow2; test $? = 1").success();
         }
     }
 }

@@ -362,7 +362,9 @@ fn a_signal_upgrades_and_the_service_manager_is_told() {
     let socket = scratch.socket("notify");
     let manager = UnixDatagram::bind(&socket).expect("a socket");
     manager.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
-    let (line, _) = serve(&scratch, "raw");
+    // Without a control socket the sandbox allows no new listening socket.
+    let image = scratch.image("disk.raw", SIZE);
+    let line = Serve::new(&scratch, image.path()).option("--format", "raw");
     let server: Server = line.environment("NOTIFY_SOCKET", &socket).start();
     let hear = || {
         let mut bytes = [0; 1000];

@@ -12,6 +12,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{Buffer, Error, ToolProgress};
 use blockhouse_disk::{
     ImageFormat, STREAM_PIECE, StreamOptions, check_apart_from, check_new_apart_from, copy_stream,
+    is_device, keeps_its_place,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::probe;
@@ -40,7 +41,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     // The stream is checked before the target is created, because otherwise the target would have
     // to be removed after an error.
     let input = event_loop.block_on(begin(arguments))?;
-    // An existing data file is emptied.
+    // An existing data file, and a target that is not replaced by a new file, are emptied.
+    if is_device(&arguments.target) || keeps_its_place(&arguments.target) {
+        check_new_apart_from(&arguments.target, io::stdin().as_fd(), INPUT)?;
+    }
     if let Some(data) = create_setting::data_file(&settings) {
         let data = resolve_relative(&arguments.target, data.as_bytes());
         check_new_apart_from(&data, io::stdin().as_fd(), INPUT)?;

@@ -295,6 +295,8 @@ fn rules(needs: Needs) -> Result<Rules> {
         (OPENS_OLD, needs.opens),
         (CHANGES, needs.changes || needs.takes_over),
         (CONFINES, needs.takes_over),
+        // The sockets of the source; the kernel then names this process to their clients.
+        (&[SYS_listen], needs.takes_over),
         (MAKES_RINGS, needs.takes_ublk),
         (LISTENS, needs.listens),
         (CONNECTS, needs.connects),

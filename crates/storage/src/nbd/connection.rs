@@ -98,7 +98,7 @@ async fn run(
         }
         drop(guard);
         let time = transmission.dial().reconnect_time();
-        if transmission.has_answered() || begun.elapsed() >= time {
+        if !transmission.is_stuck() || begun.elapsed() >= time {
             deadline = None;
         }
         let Some(next) = reconnect(&transmission, &mut deadline).await else { return };

@@ -97,9 +97,10 @@ impl Pending {
         Self { slots, queue, unflushed, generation: 0, has_answered: false }
     }
 
-    /// Whether a request was completed since the last [`queue_again`](Self::queue_again).
-    pub(super) fn has_answered(&self) -> bool {
-        self.has_answered
+    /// Whether requests wait, and none was completed since the last
+    /// [`queue_again`](Self::queue_again).
+    pub(super) fn is_stuck(&self) -> bool {
+        !self.has_answered && !self.slots.is_empty()
     }
 
     /// Queues a request; `is_sync` says whether it makes data durable. Returns the request's

@@ -95,9 +95,9 @@ impl Transmission {
         failure.unwrap_or_else(|| self.dial.error("the connection has ended"))
     }
 
-    /// Whether a request was answered over the last stream.
-    pub(super) fn has_answered(&self) -> bool {
-        self.state.lock().pending.has_answered()
+    /// Whether requests wait, and none was answered over the last stream.
+    pub(super) fn is_stuck(&self) -> bool {
+        self.state.lock().pending.is_stuck()
     }
 
     /// Queues all requests without a reply for a new stream.

@@ -248,7 +248,8 @@ fn a_request_that_ends_each_connection_fails_after_the_reconnect_time() {
         disk.disconnect();
         assert!(read.expect("the read fails").is_err());
     });
-    drop(UnixStream::connect(socket).unwrap());
+    // The server may have ended by itself: its last client was the disk that was closed.
+    drop(UnixStream::connect(socket));
     // Five a second at most, and the first one.
     let requests = server.join().unwrap();
     assert!((1..=7).contains(&requests), "{requests} requests");
