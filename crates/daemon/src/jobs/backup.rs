@@ -94,10 +94,13 @@ pub(crate) fn start_backup(
             Some(bitmap) => sync(&disk.disk, bitmap, end).await,
             None => end,
         };
-        if let Some(copied) = rest {
-            copied.await;
+        let Some(copied) = rest else { return end };
+        // A failure that was decided may have been repaired since: the copy has the last word on
+        // the target's state.
+        match (&end, copied.await) {
+            (JobEnd::Failed(_), last @ JobEnd::Failed(_)) => last,
+            _ => end,
         }
-        end
     });
     Ok(job)
 }
