@@ -3,7 +3,7 @@
 //!
 //! Reason: a server in its sandbox cannot create this socket. Guarantee: a lost message has no
 //! effect on the server, and a manager that does not receive delays the server by
-//! [`MAX_SEND_TIME`] for each. Without a manager nothing is sent.
+//! [`MAX_SEND_TIME`] for each, or twice that if signals arrive. Without a manager nothing is sent.
 
 use std::ffi::OsStr;
 use std::fmt::Write;
@@ -13,8 +13,9 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, sendmsg_addr,
 };
@@ -80,5 +81,12 @@ fn send(message: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
         return false;
     }
     let bytes = [IoSlice::new(message.as_bytes())];
-    sendmsg_addr(socket, address, &bytes, &mut control, SendFlags::NOSIGNAL).is_ok()
+    let deadline = Instant::now() + MAX_SEND_TIME;
+    loop {
+        match sendmsg_addr(socket, address, &bytes, &mut control, SendFlags::NOSIGNAL) {
+            // With a timeout the kernel does not restart the call after a signal.
+            Err(Errno::INTR) if Instant::now() < deadline => {}
+            sent => return sent.is_ok(),
+        }
+    }
 }
