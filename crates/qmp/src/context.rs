@@ -50,16 +50,18 @@ impl Context {
         Ok(call(&self.running, &self.answers, method, params, &is_cancelled).await?)
     }
 
-    /// Opens a disk by the parameters of `disk.open`, `inactive`, and the `part` of a file: an
-    /// object with `offset` and `size`, or null.
+    /// Opens a disk by the parameters of `disk.open`, `inactive`, `protected` (whether a disk that
+    /// may be written to is read-only until it is reopened), and the `part` of a file: an object
+    /// with `offset` and `size`, or null.
     pub(super) async fn open(&self, mut params: Value) -> Result<(), QmpError> {
         let mut take = |key| params.as_object_mut().and_then(|members| members.remove(key));
         let is_inactive = take("inactive") == Some(Value::Bool(true));
+        let is_protected = take("protected") == Some(Value::Bool(true));
         let part = take("part").filter(|part| !part.is_null()).map(|part| FilePart {
             offset: part["offset"].as_u64().unwrap_or_default(),
             size: part["size"].as_u64(),
         });
-        if !is_inactive && part.is_none() {
+        if !is_inactive && !is_protected && part.is_none() {
             return self.call("disk.open", params).await.map(drop);
         }
         self.answers.check("disk.open").map_err(QmpError::generic)?;
@@ -67,7 +69,8 @@ impl Context {
             serde_json::from_value(params).map_err(|why| QmpError::generic(why.to_string()))?;
         let setup =
             DiskConfig { is_inactive, part, ..setup }.checked().map_err(QmpError::generic)?;
-        let opened = self.running.open_and_serve(setup, Access::ReadWrite).await;
+        let access = if is_protected { Access::ReadOnly } else { Access::ReadWrite };
+        let opened = self.running.open_and_serve(setup, access).await;
         opened.map(drop).map_err(QmpError::failed)
     }
 

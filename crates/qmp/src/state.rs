@@ -261,13 +261,13 @@ impl State {
         }
     }
 
-    /// Records whether a disk is read-only when it is opened again. It may be the disk of a file's
-    /// node.
+    /// Records whether a disk is made read-only when it is opened again. It may be the disk of a
+    /// file's node. The kernel opens it for writing nevertheless, so that it can be made writable.
     pub(super) fn note_access(&mut self, disk: &str, is_read_only: bool) {
         let file = self.top_of(disk).to_owned();
         let file = self.files.get_mut(&file).map(|file| &mut file.params);
         for params in self.opened.get_mut(disk).into_iter().chain(file) {
-            params["read-only"] = is_read_only.into();
+            params["protected"] = is_read_only.into();
         }
     }
 

@@ -189,27 +189,32 @@ fn a_backup_that_cannot_keep_old_bytes_is_a_job_that_has_failed() {
 }
 
 #[test]
-fn a_node_that_was_reopened_read_only_stays_so() {
+fn a_node_that_was_reopened_read_only_stays_so_until_it_is_reopened() {
     let mut rig = require!(Rig::start());
     let base = rig.new_image("b", None);
     let overlay = rig.new_image("o", Some("b"));
     let file = json!({ "driver": "file", "node-name": "f", "filename": base });
     rig.qmp.get("blockdev-add", file.clone());
-    let reopened = |mut node: Value| {
-        node["read-only"] = true.into();
+    let reopened = |node: &Value, is_read_only: bool| {
+        let mut node = node.clone();
+        node["read-only"] = is_read_only.into();
         json!({ "options": [node] })
     };
-    rig.qmp.get("blockdev-reopen", reopened(file));
+    rig.qmp.get("blockdev-reopen", reopened(&file, true));
     let node = json!({ "driver": "qcow2", "node-name": "b", "file": "f" });
     rig.qmp.get("blockdev-add", node.clone());
-    rig.qmp.get("blockdev-reopen", reopened(node));
-    let file = json!({ "driver": "file", "filename": overlay });
-    let upper = json!({ "driver": "qcow2", "node-name": "o", "file": file, "backing": "b" });
+    rig.qmp.get("blockdev-reopen", reopened(&node, true));
+    let over = json!({ "driver": "file", "filename": overlay });
+    let upper = json!({ "driver": "qcow2", "node-name": "o", "file": over, "backing": "b" });
     rig.qmp.get("blockdev-add", upper);
     rig.qmp.get("blockdev-del", json!({ "node-name": "o" }));
     assert!(rig.is_read_only("b"));
+    rig.qmp.get("blockdev-reopen", reopened(&node, false));
+    assert!(!rig.is_read_only("b"));
     rig.qmp.get("blockdev-del", json!({ "node-name": "b" }));
     assert!(rig.is_read_only("f"));
+    rig.qmp.get("blockdev-reopen", reopened(&file, false));
+    assert!(!rig.is_read_only("f"));
 }
 
 #[test]

@@ -206,6 +206,8 @@ impl Running {
     async fn begin_serving(&self, disk: &Arc<RunningDisk>, access: Access) -> Result<()> {
         if access == Access::ReadOnly && !disk.setup.is_read_only() {
             disk.disk.set_access(access).await?;
+            // `set_access` has no effect on an inactive disk, which may become active.
+            disk.disk.protect_unused();
         }
         self.disks.limit(disk, &disk.setup.limits)?;
         for address in &disk.setup.exports {
