@@ -218,6 +218,21 @@ fn a_node_that_was_reopened_read_only_stays_so_until_it_is_reopened() {
 }
 
 #[test]
+fn an_inactive_node_whose_file_grew_is_refreshed_and_becomes_active() {
+    let mut rig = require!(Rig::start());
+    let path = rig.path("raw");
+    let image = std::fs::File::create(&path).expect("a file");
+    image.set_len(MIB).expect("a length");
+    let file = json!({ "driver": "file", "node-name": "r", "filename": path, "active": false });
+    rig.qmp.get("blockdev-add", file);
+    // The server that has the disk makes it longer.
+    image.set_len(2 * MIB).expect("a length");
+    let refreshed = rig.control.get("disk.refresh", json!({ "disk": "r" }));
+    assert_eq!(refreshed["size"], 2 * MIB);
+    rig.qmp.get("blockdev-set-active", json!({ "node-name": "r", "active": true }));
+}
+
+#[test]
 fn nodes_and_servers_that_the_control_socket_removes_are_free() {
     let mut rig = require!(Rig::start());
     let image = rig.new_image("n", None);

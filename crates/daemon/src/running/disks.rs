@@ -415,7 +415,7 @@ impl Running {
     pub(crate) async fn refresh(&self, name: &str) -> Result<Refreshed> {
         let claimed = self.claim_disk(name).await?;
         let disk = &claimed.disk.disk;
-        let refreshed = disk.refresh_size(self.check_free(name).is_err()).await;
+        let refreshed = disk.refresh_size(self.check_unused(name).is_err()).await;
         let held = disk.hold().count();
         disk.hold().release();
         if let Some(size) = refreshed? {
