@@ -197,7 +197,6 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
             if let Object::Secret { path, memory: Some(memory) } = object {
                 state.deleted_secrets.push((path, memory));
             }
-            state.release_secrets();
             Ok(json!({}))
         }
         None => Err(QmpError::generic(format!("object '{id}' not found"))),

@@ -288,7 +288,12 @@ async fn pass(context: &Rc<Context>, command: &Command, arguments: Arguments) ->
     };
     // The state of QMP follows changes that clients of the control socket have made.
     catch_up(context);
-    (command.run)(context, arguments).await
+    context.state.borrow_mut().commands += 1;
+    let returned = (command.run)(context, arguments).await;
+    let mut state = context.state.borrow_mut();
+    state.commands -= 1;
+    state.release_secrets();
+    returned
 }
 
 fn negotiate(context: &Context, client: &mut Client, mut arguments: Arguments) -> Returned {

@@ -176,6 +176,8 @@ pub(super) struct State {
     pub(super) objects: BTreeMap<String, Object>,
     /// The key files of deleted secrets that nodes may need, with the memory that they are.
     pub(super) deleted_secrets: Vec<(PathBuf, OwnedFd)>,
+    /// The number of commands in progress.
+    pub(super) commands: usize,
     /// Nodes of files that have a write threshold, by the disk's name.
     pub(super) write_thresholds: BTreeMap<String, String>,
     /// The traits of jobs that clients have started, by name.
@@ -283,10 +285,15 @@ impl State {
         self.over.remove(disk);
         self.opened.remove(disk);
         self.filters.retain(|_, filter| filter.disk != disk);
+        self.release_secrets();
     }
 
     /// Closes the memory of deleted secrets, except of those that nodes need to be opened again.
+    /// Does nothing while a command runs, because it may have closed a node that it opens again.
     pub(super) fn release_secrets(&mut self) {
+        if self.commands > 0 {
+            return;
+        }
         let chains = self.chains.values().flatten().filter_map(|node| node.params.as_ref());
         let params: Vec<_> = self.opened.values().chain(chains).collect();
         let files = || params.iter().filter_map(|params| params["key-files"].as_array()).flatten();

@@ -69,6 +69,14 @@ impl Rig {
         nodes.find(|node| node["node-name"] == name).expect("it is there")["ro"] == true
     }
 
+    /// The number of keys in the server's memory.
+    fn key_count(&self) -> usize {
+        let folder = format!("/proc/{}/fd", self.server.pid());
+        let files = std::fs::read_dir(folder).expect("a process").flatten();
+        let links = files.filter_map(|file| std::fs::read_link(file.path()).ok());
+        links.filter(|link| str(link).starts_with("/memfd:key")).count()
+    }
+
     fn start_server(&mut self) -> PathBuf {
         let nbd = self.scratch.socket("more");
         let addr = json!({ "type": "unix", "data": { "path": nbd } });
@@ -287,4 +295,8 @@ fn a_node_outlives_the_secret_it_was_opened_with() {
     assert!(why.contains("was written to"), "{why}");
     rig.qmp.get("block-export-add", export);
     assert_eq!(Client::at(&nbd, "e").read(0, 512), Ok(vec![7; 512]));
+    rig.qmp.get("block-export-del", json!({ "id": "e", "mode": "hard" }));
+    assert_eq!(rig.key_count(), 2);
+    rig.qmp.get("blockdev-del", json!({ "node-name": "e" }));
+    assert_eq!(rig.key_count(), 1);
 }
