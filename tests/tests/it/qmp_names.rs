@@ -253,11 +253,12 @@ fn nodes_and_servers_that_the_control_socket_removes_are_free() {
     let file = json!({ "driver": "file", "node-name": "f", "filename": image });
     rig.qmp.get("blockdev-add", file);
     rig.qmp.get("blockdev-del", json!({ "node-name": "f" }));
-    // A file whose user is gone can be removed, too.
+    // The node of a file that was added with its user is removed with its user.
     let file = json!({ "driver": "file", "node-name": "f", "filename": image });
     rig.qmp.get("blockdev-add", json!({ "driver": "qcow2", "node-name": "n", "file": file }));
     rig.control.get("disk.close", json!({ "disk": "n" }));
-    rig.qmp.refused("blockdev-del", json!({ "node-name": "f" }));
+    let why = rig.qmp.refused("blockdev-del", json!({ "node-name": "f" }));
+    assert!(why.contains("Failed to find node"), "{why}");
     for _ in 0..2 {
         let nbd = rig.start_server();
         rig.control.get(
