@@ -122,7 +122,7 @@ pub fn hand_over(
     let mut destination = Destination::start(launcher, binary.as_deref())?;
     let Some(control) = service.pause_control(CONTROL_TIME) else {
         bail!(
-            "a request at the control socket, or a reload, is still being carried out; try again when it is done"
+            "a request at the control socket, a reload, or other work on disks is still being carried out; try again when it is done"
         );
     };
     check_keys(service)?;
@@ -329,7 +329,7 @@ fn flush_disks_ahead(service: &Service) -> Result<FlushedAhead> {
     // A failure is ignored: `settle` flushes the images again and reports it.
     let ahead = flushed.map(Result::unwrap_or_default);
     ahead.with_context(|| {
-        format!("a flush of the disks did not complete within {AHEAD_TIME:?}; see that their storage answers")
+        format!("a flush of the disks did not complete within {AHEAD_TIME:?}; see that their storage answers, or try again")
     })
 }
 

@@ -277,7 +277,10 @@ impl Service {
         for disk in self.disks() {
             let name = disk.name().to_owned();
             self.do_own_work(self.workers.first(), async move |running| {
-                if let Err(error) = running.refresh(&name).await {
+                // A reload may close the disk first.
+                if let Err(error) = running.refresh(&name).await
+                    && running.disks().find(&name).is_some()
+                {
                     tracing::error!("{error:#}");
                 }
             });
