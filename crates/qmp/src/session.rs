@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_daemon::control::LineWriter;
-use blockhouse_engine::{Stream, timeout};
+use blockhouse_engine::{Stream, sleep, timeout};
 use futures_channel::mpsc;
-use futures_util::future::{FutureExt, pending};
+use futures_util::future::{Either, FutureExt, pending, select};
 use futures_util::stream::{StreamExt, unfold};
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
@@ -28,6 +28,8 @@ use super::reader::{Message, Reader};
 const RECEIVE_SIZE: usize = 4096;
 /// Maximum time for a client to receive a reply and the events before it.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
+/// Maximum time for a client to receive it after the end of the server has begun.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A client.
 #[derive(Default)]
@@ -109,7 +111,7 @@ async fn converse(context: &Rc<Context>, writer: &LineWriter, stream: Stream) ->
             _ = stopped => return Ok(()),
             event = client.next_event().fuse() => match event {
                 Some(event) => {
-                    send(writer, &event).await?;
+                    unless_ended(context, send(writer, &event)).await?;
                     continue;
                 }
                 None => return Ok(()),
@@ -128,7 +130,23 @@ async fn converse(context: &Rc<Context>, writer: &LineWriter, stream: Stream) ->
             send(writer, &answer).await
         };
         // The limit of one line would let a slow client delay the end of the server for hours.
-        timeout(REPLY_TIMEOUT, sending).await.ok_or(io::ErrorKind::TimedOut)??;
+        let sending = timeout(REPLY_TIMEOUT, unless_ended(context, sending));
+        sending.await.ok_or(io::ErrorKind::TimedOut)??;
+    }
+}
+
+/// Waits for `sending`, at the end of the server for [`END_TIMEOUT`] only.
+async fn unless_ended(
+    context: &Context,
+    sending: impl Future<Output = io::Result<()>>,
+) -> io::Result<()> {
+    let ended = async {
+        let _ = context.stopped.clone().await;
+        sleep(END_TIMEOUT).await;
+    };
+    match select(pin!(sending), pin!(ended)).await {
+        Either::Left((sent, _)) => sent,
+        Either::Right(_) => Err(io::ErrorKind::TimedOut.into()),
     }
 }
 
@@ -270,7 +288,7 @@ async fn execute(
         };
         // The command goes on while the client receives the event, because it may hold claims and
         // the gate. The event is sent whole.
-        let mut sending = pin!(send(writer, &event).fuse());
+        let mut sending = pin!(unless_ended(context, send(writer, &event)).fuse());
         futures_util::select! {
             returned = executing => return sending.await.map(|()| returned),
             sent = sending => if let Err(error) = sent {
