@@ -1,9 +1,10 @@
 //! Changes of the key slots of a LUKS header of version 1.
 //!
-//! Order: a slot's area is durable before its record marks it as in use. When a slot is erased, its
-//! record is durable before its area is overwritten, as in QEMU. So a slot that is marked as in use
-//! has a key after any crash, and may be counted as one that opens the disk. After a crash between
-//! the two writes of an erasure, the area is useless without the salt, which the record had.
+//! Order: a slot's area is durable before its record marks it as in use. When a slot is erased or
+//! gets another key, its record is durable as not in use before its area is overwritten. So a slot
+//! that is marked as in use has a key after any crash, and may be counted as one that opens the
+//! disk. After a crash between the two writes of an erasure, the area is useless without the salt,
+//! which the record had.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -55,7 +56,8 @@ impl LuksHeader {
 }
 
 impl LuksEncryption {
-    /// Stores a key in a slot, durably. The slot's previous key is lost.
+    /// Stores a key in a slot, durably. The slot's previous key is lost, even if the storage fails
+    /// before the new one is stored.
     ///
     /// # Errors
     /// `Unsupported` for another version than 1, or for slots of another size than usual; `Corrupt`
@@ -68,6 +70,9 @@ impl LuksEncryption {
     ) -> Result<()> {
         let area = self.writable_area(number)?;
         let key = Some((slot.iterations, slot.salt));
+        if self.header().has_slot(number) {
+            self.write_record(storage, number, area, None).await?;
+        }
         write(storage, self.start() + area.offset(), &slot.material).await?;
         self.write_record(storage, number, area, key).await
     }
