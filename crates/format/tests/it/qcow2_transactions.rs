@@ -6,7 +6,7 @@ use std::time::Duration;
 use blockhouse_core::{ByteRange, ErrorKind, Result, SyncMode, errno};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{CreateOptions, NewBitmap, NewSnapshot, OpenOptions, Qcow2, create};
-use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
+use blockhouse_sim::{Config, Fault, Operation, OperationKind, Sim, SimDisk};
 
 use crate::common::{read, unmap, write};
 
@@ -159,6 +159,9 @@ fn a_flush_does_not_fail_for_clusters_that_were_discarded_before() {
         disk.fail(Fault::nth(0, errno::EIO).of(OperationKind::Read));
         image.flush(SyncMode::Data).await.expect("the changes are durable");
         assert!(disk.has_failed(), "refcounts were not read");
+        disk.take_log();
         image.close().await.expect("the refcounts are readable again");
+        let is_punch = |operation: &Operation| operation.kind() == OperationKind::Discard;
+        assert!(disk.take_log().iter().any(is_punch), "the host keeps the space");
     });
 }

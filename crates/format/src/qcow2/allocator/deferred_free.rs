@@ -222,19 +222,15 @@ impl DeferredFrees {
         Some(free)
     }
 
-    /// Makes clusters that were being freed freeable again. Clusters that are being punched remain
-    /// allocated and leak, because their hole may still be punched at any time, even after a
-    /// reallocation.
+    /// Makes clusters that were being freed freeable again.
     pub(crate) fn stop_freeing(&mut self, free: DeferredFree) {
         self.end_freeing(&free);
-        if free.punch == Punch::No {
-            self.defer_freeable(free);
-        }
+        self.defer_freeable(free);
     }
 
     /// Removes these clusters from the count of clusters being freed, after they became free or
     /// freeing has stopped.
-    pub(super) fn end_freeing(&mut self, free: &DeferredFree) {
+    pub(crate) fn end_freeing(&mut self, free: &DeferredFree) {
         self.freeing -= free.gain();
     }
 

@@ -2,7 +2,6 @@
 //!
 //! `allocator/deferred_free` describes the states of a cluster that is being freed.
 
-use std::mem;
 use std::ops::Range;
 use std::vec::IntoIter;
 
@@ -17,16 +16,22 @@ use super::{Metadata, State};
 
 /// Clusters that are being freed. If the guard is dropped, the remaining clusters are freeable
 /// again. Clusters whose punch is in flight remain allocated and leak, because the late punch may
-/// still zero them.
+/// still zero them, even after a reallocation.
 struct FreeingGuard<'a> {
     state: &'a Mutex<State>,
     free: DeferredFree,
+    is_punching: bool,
 }
 
 impl Drop for FreeingGuard<'_> {
     fn drop(&mut self) {
         if !self.free.clusters.is_empty() {
-            self.state.lock().allocator.frees.stop_freeing(self.free.clone());
+            let frees = &mut self.state.lock().allocator.frees;
+            if self.is_punching {
+                frees.end_freeing(&self.free);
+            } else {
+                frees.stop_freeing(self.free.clone());
+            }
         }
     }
 }
@@ -121,17 +126,17 @@ impl<S: Storage> Metadata<S> {
         self.reads.synchronize().await;
         for _ in 0..count {
             let Some(free) = self.state.lock().allocator.frees.begin_freeing() else { break };
-            let mut freeing = FreeingGuard { state: &self.state, free };
-            let free = &mut freeing.free;
-            let punch = mem::replace(&mut free.punch, Punch::No);
-            if punch == Punch::Yes
+            let mut freeing = FreeingGuard { state: &self.state, free, is_punching: false };
+            let FreeingGuard { free, is_punching, .. } = &mut freeing;
+            if free.punch == Punch::Yes
                 && self.discard == Discard::Unmap
                 && self.are_unshared(free.clusters.clone()).await?
             {
-                free.punch = Punch::Yes;
+                *is_punching = true;
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
-                free.punch = Punch::No;
+                *is_punching = false;
             }
+            free.punch = Punch::No;
             self.try_step(|state| {
                 while !free.clusters.is_empty() {
                     state.allocator.free_next(&mut state.tables, free)?;
