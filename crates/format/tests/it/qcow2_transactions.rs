@@ -165,3 +165,32 @@ fn a_flush_does_not_fail_for_clusters_that_were_discarded_before() {
         assert!(disk.take_log().iter().any(is_punch), "the host keeps the space");
     });
 }
+
+/// The clusters of an earlier discard cannot be freed in the writeback that the write waits for.
+#[test]
+fn a_write_does_not_fail_for_clusters_that_were_discarded_before() {
+    // The guest's bytes of an L2 table, and the host's bytes that a slice of refcounts counts.
+    let (table, counted) = (CLUSTER / 8 * CLUSTER, CLUSTER / 2 * CLUSTER);
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    sim.block_on(async move {
+        let options = CreateOptions { cluster_size: CLUSTER, ..CreateOptions::new(64 * table) };
+        create(&disk, &options).await.unwrap();
+        let image = open(&disk).await;
+        write(&image, 0, &vec![1; (counted + table) as usize], 0).await.unwrap();
+        image.close().await.unwrap();
+        let options = OpenOptions { cache_size: 16 * CLUSTER, ..OpenOptions::default() };
+        let image = Qcow2::open(disk.clone(), options).await.unwrap();
+        // Afterwards the refcounts of new clusters are in memory, but not those of the first ones.
+        for at in 6..40 {
+            write(&image, at * table, &[2; 512], 0).await.unwrap();
+        }
+        unmap(&image, ByteRange::between(0, CLUSTER), Intent::Discard, 0).await.unwrap();
+        disk.fail(Fault::nth(0, errno::EIO).of(OperationKind::Read));
+        for at in 40..64 {
+            write(&image, at * table, &[2; 512], 0).await.expect("space and tables are good");
+        }
+        assert!(disk.has_failed(), "no writeback read refcounts");
+        image.close().await.expect("the refcounts are readable again");
+    });
+}

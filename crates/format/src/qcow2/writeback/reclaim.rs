@@ -111,13 +111,17 @@ impl<S: Storage> Metadata<S> {
             }
             rare(self.write_back(WritebackReason::StableData)).await?;
         }
-        let freed = self.process_frees().await;
-        self.marking(freed).await
+        self.process_frees().await
     }
 
     /// Lowers the refcounts of clusters without references, and deallocates their space on the
     /// host.
     pub(super) async fn process_frees(&self) -> Result<()> {
+        let freed = self.free_freeable().await;
+        self.marking(freed).await
+    }
+
+    async fn free_freeable(&self) -> Result<()> {
         let _alone = self.free_lock.acquire().await;
         let count = self.state.lock().allocator.frees.freeable();
         if count == 0 {
@@ -180,7 +184,6 @@ impl<S: Storage> Metadata<S> {
                 return;
             }
         }
-        let freed = self.process_frees().await;
-        let _ = self.marking(freed).await;
+        let _ = self.process_frees().await;
     }
 }

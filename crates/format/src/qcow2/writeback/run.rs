@@ -114,7 +114,7 @@ impl<S: Storage> Metadata<S> {
         }
         // Each writeback frees clusters and so changes refcounts, which need another writeback.
         while self.has_changes() {
-            rare(self.write_back(WritebackReason::Full)).await?;
+            rare(self.write_back_and_free()).await?;
         }
         // A dropped writeback may still be in flight.
         self.writer.drained().await;
@@ -159,6 +159,12 @@ impl<S: Storage> Metadata<S> {
         rare(self.write_back(WritebackReason::Full)).await.map(drop)
     }
 
+    /// As [`write_back_all`](Self::write_back_all), and fails if clusters cannot be freed.
+    async fn write_back_and_free(&self) -> Result<()> {
+        self.write_back(WritebackReason::Full).await?;
+        self.process_frees().await
+    }
+
     /// Writes all dirty metadata, and blocks writebacks. The result also blocks decrements of
     /// refcounts, because a task decrements them after the end of its writeback.
     pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S>> {
@@ -179,7 +185,7 @@ impl<S: Storage> Metadata<S> {
             drop(no_frees);
             match waiting {
                 Some(event) => event.await,
-                None => drop(rare(self.write_back(WritebackReason::Full)).await?),
+                None => rare(self.write_back_and_free()).await?,
             }
         }
     }
@@ -217,11 +223,10 @@ impl<S: Storage> Metadata<S> {
             state.allocator.frees.finish_writeback();
         }
         drop(running);
-        let freed = self.process_frees().await;
-        let freed = self.marking(freed).await;
-        // A flush does not fail if earlier changes' clusters remain allocated: its own changes are
-        // durable. The next writeback tries again.
-        if reason == WritebackReason::Full { freed.map(|()| flushed) } else { Ok(flushed) }
+        // Neither a flush nor a write fails if earlier changes' clusters remain allocated: their
+        // changes are durable. The next writeback tries again.
+        let _ = self.process_frees().await;
+        Ok(flushed)
     }
 
     /// Copies the dirty metadata. If nothing is dirty, returns `None`, and pending frees become
