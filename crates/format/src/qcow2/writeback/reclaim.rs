@@ -176,6 +176,7 @@ impl<S: Storage> Metadata<S> {
             let taken = self.step(|state| {
                 while !rest.is_empty() {
                     let State { allocator, tables, .. } = state;
+                    tables.check_dirty_limit()?;
                     rest.start = allocator.frees.free_again(tables, rest.clone())?;
                 }
                 Ok(())
