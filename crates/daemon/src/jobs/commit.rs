@@ -101,19 +101,20 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     if base.size() < disk.size() {
         record_begun(&base, source)?;
     }
-    let fitted = fit(&base, disk.size()).await;
-    // Attached even if the base could not be made longer: only this opening of the file holds its
-    // lock.
-    if let Err(error) = disk.jobs().attach_base(Arc::clone(&base)).await {
+    let attached = match fit(&base, disk.size()).await {
+        Ok(()) => disk.jobs().attach_base(Arc::clone(&base)).await.map_err(Into::into),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = attached {
         // Only the first error is reported.
         let _ = base.close().await;
-        return Err(fitted.err().unwrap_or_else(|| error.into()));
+        return Err(error);
     }
     locks.keep();
     keep_vouching(running, &base);
     disk.jobs().settle_base().await?;
     record_begun(&base, source)?;
-    fitted.map(|()| base)
+    Ok(base)
 }
 
 /// Records that the base no longer has the disk's content at the fork, if it is the layer of one.
