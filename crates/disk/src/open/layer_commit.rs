@@ -123,9 +123,7 @@ fn files_of(disk: &ImageDisk) -> Vec<&HostFile> {
 /// Replaces the lock of an image that was open for writing by a reader's lock of its layer.
 fn read_again(opened: &ImageDisk, layer: &Layer<ImageStorage>, options: &ImageOptions) {
     files_of(opened).into_iter().for_each(become_reader);
-    if let Err(error) = lock_readers(layer, options.locking) {
-        tracing::warn!("{error}");
-    }
+    lock_readers(layer, options.locking);
 }
 
 /// Opens images of a chain again.

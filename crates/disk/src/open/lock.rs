@@ -32,6 +32,10 @@ enum Permission {
     Resize = 3,
 }
 
+/// The permissions that no opener lets others use: no other program may change the image, even
+/// while it is open only for reading.
+const REFUSED_BY_ALL: [Permission; 2] = [Permission::Write, Permission::Resize];
+
 impl Permission {
     fn used(self) -> u64 {
         USED + self as u64
@@ -83,14 +87,16 @@ fn used_by(access: Access) -> &'static [Permission] {
     }
 }
 
-fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
-    let ours = used_by(access);
-    // No other program may change the image, even while it is open only for reading.
-    let refused = [Permission::Write, Permission::Resize];
+/// Takes the bytes of a lock, and does not look for those of others, so this never waits. Suffices
+/// for a lock that replaces another one of this process.
+///
+/// # Errors
+/// The host's errors.
+pub(super) fn take_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     let descriptor = file.descriptor();
     let failed = |error| Error::host("cannot lock", error).on(file.name());
-    let bytes = ours.iter().map(|p| p.used()).chain(refused.map(Permission::refused));
-    for byte in bytes {
+    let used = used_by(access).iter().map(|permission| permission.used());
+    for byte in used.chain(REFUSED_BY_ALL.map(Permission::refused)) {
         match lock_byte_shared(descriptor, byte) {
             Ok(()) => {}
             Err(error) if is_without_locks(&error) => {
@@ -100,16 +106,21 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
             Err(error) => return Err(failed(error)),
         }
     }
+    Ok(Locked::Yes)
+}
+
+fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
+    let locked = take_bytes(file, access)?;
     // The process that hands the file over holds these locks already, so no other program uses the
     // image. A program that tries to open the image holds some bytes for a moment, until it finds
     // these locks. That program must not count as a holder.
-    if file.shares_locks() {
-        return Ok(Locked::Yes);
+    if locked == Locked::No || file.shares_locks() {
+        return Ok(locked);
     }
-    for permission in refused {
+    for permission in REFUSED_BY_ALL {
         wait_for_free(file, permission.used(), permission.verb())?;
     }
-    for permission in ours {
+    for permission in used_by(access) {
         let refuses = format!("keeping others from {}", permission.verb());
         wait_for_free(file, permission.refused(), &refuses)?;
     }
@@ -123,7 +134,7 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
 /// # Errors
 /// As [`lock`].
 pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()> {
-    let refused = [Permission::Write, Permission::Resize].map(Permission::refused);
+    let refused = REFUSED_BY_ALL.map(Permission::refused);
     let take = |file: &HostFile| {
         refused.iter().try_for_each(|byte| lock_byte_shared(file.descriptor(), *byte))
     };
@@ -135,7 +146,7 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
         let _ = take(reader);
         file.release_locks();
         // Only the first error is reported.
-        let _ = lock(reader, Access::ReadOnly);
+        let _ = take_bytes(reader, Access::ReadOnly);
     }
     locked.map(drop)
 }

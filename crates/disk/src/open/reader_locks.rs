@@ -8,7 +8,7 @@ use blockhouse_storage::ImageStorage;
 
 use super::image_disk::StoredImage;
 use super::image_options::{ImageOptions, Locking};
-use super::lock::{become_reader, lock, lock_in_place_of};
+use super::lock::{become_reader, lock_in_place_of, take_bytes};
 use super::open_location::identity_of;
 use crate::layer::Layer;
 use crate::options::Access;
@@ -62,17 +62,16 @@ pub(super) fn check_alone(layer: &Layer<ImageStorage>) -> Result<()> {
     Ok(())
 }
 
-/// Locks a layer for reading again.
-///
-/// # Errors
-/// As [`lock`].
-pub(super) fn lock_readers(layer: &Layer<ImageStorage>, locking: Locking) -> Result<()> {
+/// Locks a layer for reading again, in place of another opening of its files. Does not wait for the
+/// end of this opening, whose last operations may still hold its locks. Errors are logged.
+pub(super) fn lock_readers(layer: &Layer<ImageStorage>, locking: Locking) {
     if locking == Locking::Held {
         for file in readers(layer) {
-            lock(file, Access::ReadOnly)?;
+            if let Err(error) = take_bytes(file, Access::ReadOnly) {
+                tracing::warn!("{error}");
+            }
         }
     }
-    Ok(())
 }
 
 /// The locks of a layer that a disk reads, while another opening of its files takes them. When this
@@ -88,7 +87,8 @@ pub struct ReaderLocksGuard {
 }
 
 impl ReaderLocksGuard {
-    /// The guard must be made before the locks are taken, and before the other opening.
+    /// The guard must be made before anything can fail, or be dropped, while the layer's files are
+    /// not locked.
     pub(super) fn new(layer: &Arc<Layer<ImageStorage>>, locking: Locking) -> Self {
         Self { layer: Arc::clone(layer), locking, opened: None, is_kept: false }
     }
@@ -112,9 +112,7 @@ impl Drop for ReaderLocksGuard {
         }
         let opened = self.opened.iter().flat_map(|opened| readers(opened.layer()));
         opened.for_each(become_reader);
-        if let Err(error) = lock_readers(&self.layer, self.locking) {
-            tracing::warn!("{error}");
-        }
+        lock_readers(&self.layer, self.locking);
     }
 }
 
