@@ -101,7 +101,8 @@ fn a_reload_that_waits_for_storage_keeps_no_request_from_its_answer() {
     write(&config, &[table, a, remote]);
     server.signal(Signal::HUP);
     let (stream, _) = listener.accept().expect("the reload connects");
-    upgrade(&scratch.socket("control"), &[]).failure("a reload, or other work on disks is still being carried out");
+    upgrade(&scratch.socket("control"), &[])
+        .failure("a reload, or other work on disks is still being carried out");
     drop((stream, listener));
     let is_told = || server.log().contains("reloaded the configuration");
     assert!(eventually(Duration::from_secs(60), is_told), "{}", server.log());
