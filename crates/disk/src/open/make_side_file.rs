@@ -32,9 +32,10 @@ use crate::options::Access;
 /// or has none. Needs the event loop of the current thread.
 ///
 /// # Errors
-/// `InvalidInput` for a side file of another image, for an image whose size is not in whole sectors,
-/// and for an image of no given format that looks like another format than raw; `Unsupported` for
-/// an image that is not a file, unless the user names the side file; `Locked`; host errors.
+/// `InvalidInput` for a side file of another image, for an image whose size is not in whole
+/// sectors, and for an image of no given format that looks like another format than raw;
+/// `Unsupported` for an image that is not a file, unless the user names the side file; `Locked`;
+/// host errors.
 pub fn make_side_file<'a>(
     image: &'a Path,
     options: &'a ImageOptions,

@@ -114,7 +114,7 @@ impl<S: Storage> Metadata<S> {
         }
         // Each writeback frees clusters and so changes refcounts, which need another writeback.
         while self.has_changes() {
-            rare(self.write_back_and_free()).await?;
+            rare(write_back_and_free(self)).await?;
         }
         // A dropped writeback may still be in flight.
         self.writer.drained().await;
@@ -159,12 +159,6 @@ impl<S: Storage> Metadata<S> {
         rare(self.write_back(WritebackReason::Full)).await.map(drop)
     }
 
-    /// As [`write_back_all`](Self::write_back_all), and fails if clusters cannot be freed.
-    async fn write_back_and_free(&self) -> Result<()> {
-        self.write_back(WritebackReason::Full).await?;
-        self.process_frees().await
-    }
-
     /// Writes all dirty metadata, and blocks writebacks. The result also blocks decrements of
     /// refcounts, because a task decrements them after the end of its writeback.
     pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S>> {
@@ -185,7 +179,7 @@ impl<S: Storage> Metadata<S> {
             drop(no_frees);
             match waiting {
                 Some(event) => event.await,
-                None => rare(self.write_back_and_free()).await?,
+                None => rare(write_back_and_free(self)).await?,
             }
         }
     }
@@ -240,4 +234,10 @@ impl<S: Storage> Metadata<S> {
         }
         batch
     }
+}
+
+/// As [`Metadata::write_back_all`], and fails if clusters cannot be freed.
+async fn write_back_and_free<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    metadata.write_back(WritebackReason::Full).await?;
+    metadata.process_frees().await
 }
