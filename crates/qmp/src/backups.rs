@@ -209,7 +209,7 @@ pub(super) fn conclude(context: &Rc<Context>, name: &str, error: Option<String>)
     }
 }
 
-/// Ends a backup that has failed, so that it uses no disk and no file any more.
+/// Ends a backup that has failed, so that it no longer uses a disk or a file.
 fn release(context: &Rc<Context>, name: String) {
     let context = Rc::clone(context);
     spawn_detached(async move {

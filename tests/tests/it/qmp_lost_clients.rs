@@ -13,7 +13,7 @@ use crate::qmp::{serve, wait_until};
 
 const MIB: u64 = 1 << 20;
 
-/// Sends a command as a client that receives nothing any more.
+/// Sends a command as a client that no longer receives.
 fn command_of_a_lost_client(scratch: &Scratch, command: &str) {
     let mut client = UnixStream::connect(scratch.socket("qmp")).expect("the server listens");
     client.write_all(br#"{"execute":"qmp_capabilities"}"#).expect("the server listens");
