@@ -5,7 +5,6 @@
 //! request that it be replaced (atomically, at the very end) or overwritten in place. Under the
 //! name qemu-img a copy to a name that is free has that name from its start.
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -36,6 +35,7 @@ use crate::open_args::OpenArgs;
 use crate::output;
 use crate::parallel::{default_threads, run_displayed};
 use crate::progress::Progress;
+use crate::unfinished::unfinished;
 
 /// The formats of a copy.
 #[derive(clap::Args)]
@@ -245,42 +245,6 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
         true => Existing::Replaced(lock_for_writing(path)?),
         false => Existing::None,
     })
-}
-
-/// The file that becomes the image at `path` when its copy is complete. Under the name qemu-img, a
-/// file that a killed copy has left is removed, so the file has a name that no user chooses.
-///
-/// # Errors
-/// A copy is running; otherwise, an earlier copy has left its file, and `advice` says what to do.
-pub async fn unfinished(path: &Path, advice: &str) -> Result<PathBuf> {
-    let part = match (called_as::is_qemu_img(), path.file_name(), Location::of(path)?) {
-        (true, Some(name), Location::File(_)) => {
-            let mut hidden = OsString::from(".");
-            hidden.push(name);
-            part_of(&path.with_file_name(hidden))
-        }
-        (true, _, Location::Rbd(image)) => {
-            let hidden = format!(".{}", image.image());
-            part_of(Path::new(&image.with_image(&hidden).to_string()))
-        }
-        _ => part_of(path),
-    };
-    if !exists(&part).await? {
-        return Ok(part);
-    }
-    if !called_as::is_qemu_img() {
-        bail!("{}: is left of an earlier copy; {advice}", part.display());
-    }
-    // The opening fails if a running copy has locked the file.
-    let options = ImageOptions {
-        format: Some(ImageFormat::Raw),
-        cache: CacheMode::Writeback,
-        state: StateUse::Off,
-        ..ImageOptions::default()
-    };
-    open(&part, options).await?.close().await?;
-    remove_created(&part).await;
-    Ok(part)
 }
 
 /// Whether a copy to a free name has that name from its start. Reason: callers of qemu-img remove

@@ -477,11 +477,12 @@ pub async fn create_qcow2(
     file: NewFile,
     progress: &ToolProgress,
 ) -> Result<()> {
-    let data = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
     if let Some(backing) = &options.backing {
         let backing = open_backing(image, backing, allowed).await?;
         // An existing data file is emptied.
-        data.map_or(Ok(()), |data| check_new_apart(&data, &backing))?;
+        if let Some(data) = &options.data_file {
+            check_new_apart(&resolve_relative(image, &data.name), &backing)?;
+        }
     }
     make_qcow2(image, options, file, progress).await
 }

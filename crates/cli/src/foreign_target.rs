@@ -15,10 +15,10 @@ use blockhouse_storage::Location;
 
 use crate::copy_target::{
     Existing, Finish, How, IfThere, copy_to, existing, is_at_its_name_at_once, tell_of_sectors,
-    unfinished,
 };
 use crate::foreign_create::begin;
 use crate::progress::Progress;
+use crate::unfinished::unfinished;
 
 /// A copy that becomes an image at `path`.
 pub struct ForeignTarget<'a> {

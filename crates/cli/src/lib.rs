@@ -76,6 +76,7 @@ mod snapshot_name;
 mod storage_daemon;
 mod tls_object;
 mod top;
+mod unfinished;
 mod upgrade;
 mod version;
 mod vmdk_copy;

@@ -7,10 +7,10 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, Durability, Storage, SyncMode};
 use blockhouse_disk::{
-    IfExists, ImageFormat, create_as, open_created, part_of, remove_created, rename_finished,
+    IfExists, ImageFormat, create_as, open_created, remove_created, rename_finished,
 };
 use blockhouse_engine::NewFile;
 use blockhouse_format::{
@@ -19,6 +19,7 @@ use blockhouse_format::{
 
 use crate::called_as;
 use crate::foreign_create;
+use crate::unfinished::unfinished;
 
 /// The files of a new image, and the path of its descriptor.
 pub struct VmdkFiles {
@@ -104,10 +105,7 @@ impl VmdkFiles {
     /// Writes the descriptor durably, then renames it to its final name.
     pub(crate) async fn write_descriptor(&self) -> Result<()> {
         let text = vmdk_descriptor(&self.options, &self.files)?.into_bytes();
-        let part = part_of(&self.path);
-        if part.exists() {
-            bail!("{}: is left of an earlier copy; remove it", part.display());
-        }
+        let part = unfinished(&self.path, "remove it").await?;
         create_as(&part, 0, ImageFormat::Raw, called_as::new_file()).await?;
         let written = async {
             let storage = open_created(&part).await?;

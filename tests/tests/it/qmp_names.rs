@@ -186,7 +186,7 @@ fn a_backup_that_cannot_keep_old_bytes_is_a_job_that_has_failed() {
     let _ = guest.write(0, &[1; 512], 0);
     let events = rig.qmp.events_until("p", "concluded");
     let failed = events.iter().find(|event| event["event"] == "BLOCK_JOB_COMPLETED");
-    assert!(failed.expect("it is told")["data"]["error"].is_string(), "{events:?}");
+    assert!(failed.expect("an event")["data"]["error"].is_string(), "{events:?}");
     let jobs = rig.qmp.get("query-jobs", json!({}));
     assert!(jobs[0]["error"].is_string() && jobs[0]["status"] == "concluded", "{jobs}");
     rig.qmp.get("job-dismiss", json!({ "id": "p" }));

@@ -24,6 +24,15 @@ async fn open(disk: &SimDisk) -> Qcow2<SimDisk> {
     Qcow2::open(disk.clone(), OpenOptions::default()).await.expect("a good image")
 }
 
+/// A simulated disk with this content, and its image.
+fn opened(content: &[u8]) -> (Sim, SimDisk, Rc<Qcow2<SimDisk>>) {
+    let sim = Sim::new(2);
+    let disk = SimDisk::new(&sim, Config::default(), content.to_vec());
+    let used = disk.clone();
+    let image = Rc::new(sim.block_on(async move { open(&used).await }));
+    (sim, disk, image)
+}
+
 /// An image with an enabled bitmap of several clusters, of which one is allocated.
 fn image_with_one_cluster_of_bits() -> Vec<u8> {
     let sim = Sim::new(1);
@@ -55,10 +64,7 @@ fn closing_after_a_dropped_coarsening_declares_no_wrong_bitmap_consistent() {
     let (content, mut lost, mut coarser) = (image_with_one_cluster_of_bits(), 0, 0);
     for n in 0..4 {
         for steps in 0.. {
-            let sim = Sim::new(2);
-            let disk = SimDisk::new(&sim, Config::default(), content.clone());
-            let used = disk.clone();
-            let image = Rc::new(sim.block_on(async move { open(&used).await }));
+            let (sim, disk, image) = opened(&content);
             disk.fail(Fault::nth(n, errno::ENOSPC).of(OperationKind::Write));
             let change = Rc::clone(&image);
             let task = sim.spawn(async move { change.bitmaps().record(sector(SECOND)).await });
@@ -141,10 +147,7 @@ fn the_extents_of_a_bitmap_that_is_being_lost_are_right_or_refused() {
     let (content, mut refused) = (image_with_one_cluster_of_bits(), 0);
     for (n, m) in (2..5).flat_map(|n| (n + 1..n + 8).map(move |m| (n, m))) {
         for steps in 0.. {
-            let sim = Sim::new(2);
-            let disk = SimDisk::new(&sim, Config::default(), content.clone());
-            let used = disk.clone();
-            let image = Rc::new(sim.block_on(async move { open(&used).await }));
+            let (sim, disk, image) = opened(&content);
             disk.fail(Fault::nth(n, errno::ENOSPC).of(OperationKind::Write));
             disk.fail(Fault::nth(m, errno::EIO).of(OperationKind::Write));
             let change = Rc::clone(&image);
