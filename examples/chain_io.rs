@@ -15,8 +15,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, Durability, Request, Result};
-use blockhouse_disk::{Access, ImageDisk, ImageOptions, open};
+use blockhouse_disk::{Access, ImageDisk};
 use blockhouse_engine::{EngineChoice, LoopThread, Submission};
+use blockhouse_images::{ImageOptions, open};
 
 /// Requests in flight.
 const DEPTH: usize = 16;

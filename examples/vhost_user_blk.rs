@@ -15,8 +15,9 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blockhouse_disk::{Access, ImageOptions, open};
+use blockhouse_disk::Access;
 use blockhouse_engine::{EngineChoice, LoopThread};
+use blockhouse_images::{ImageOptions, open};
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 
 /// Threads that serve queues, and queues that a guest may use: each stays on one thread.

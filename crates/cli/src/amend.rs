@@ -9,12 +9,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use blockhouse_config::size;
-use blockhouse_disk::{
-    Amendments, Features, ImageDisk, ImageFormat, Purpose, amend, note_data_file, open,
-    rename_data_file,
-};
+use blockhouse_disk::{Amendments, Features, ImageDisk, ImageFormat, amend, rename_data_file};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Preallocation, Switch};
+use blockhouse_images::{Purpose, note_data_file, open};
 
 use crate::create_options;
 use crate::create_setting::Setting;

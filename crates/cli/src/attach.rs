@@ -10,7 +10,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_daemon::runtime_folder;
-use blockhouse_disk::{CacheMode, ImageFormat};
+use blockhouse_disk::ImageFormat;
+use blockhouse_images::CacheMode;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_ublk::Detach;
 use clap::builder::ValueParser;

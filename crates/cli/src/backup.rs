@@ -14,12 +14,15 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::sync::run_all;
 use blockhouse_core::{ByteRange, ToolProgress, rare};
 use blockhouse_disk::{
-    Access, AllowedPaths, Backing, CompareJob, CopyJob, CopyOptions, DirtyMap, IfExists, ImageDisk,
-    ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name, exists,
-    open, open_copy_target, part_of, rename_finished,
+    Access, Backing, CompareJob, CopyJob, CopyOptions, DirtyMap, ImageDisk, ImageFormat, RangeCopy,
+    TargetContent,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::CreateOptions;
+use blockhouse_images::{
+    AllowedPaths, IfExists, ImageOptions, changed_since, check_new_name, exists, open,
+    open_copy_target, part_of, rename_finished,
+};
 use blockhouse_storage::{ImageStorage, Location};
 
 use crate::copy_target::{check_left, tell_of_sectors, without_leaks};

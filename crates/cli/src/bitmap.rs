@@ -5,11 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use blockhouse_core::{Error, ErrorKind};
-use blockhouse_disk::{
-    Access, Bitmap, BitmapAction, ImageDisk, ImageFormat, ImageOptions, Locking, NewBitmap,
-    Purpose, make_side_file, remove_unused_side_file,
-};
+use blockhouse_disk::{Access, Bitmap, BitmapAction, ImageDisk, ImageFormat, NewBitmap};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{ImageOptions, Locking, Purpose, make_side_file, remove_unused_side_file};
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Command, FromArgMatches};
 use serde_json::{Value, json};
 
@@ -359,7 +357,7 @@ impl Image {
 
 async fn open(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
     // Only the metadata is needed.
-    Ok(blockhouse_disk::open(image, options.for_purpose(Purpose::Image)).await.map_err(told)?)
+    Ok(blockhouse_images::open(image, options.for_purpose(Purpose::Image)).await.map_err(told)?)
 }
 
 fn told(error: Error) -> Error {

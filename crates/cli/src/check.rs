@@ -9,13 +9,14 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use blockhouse_core::{Storage, ToolProgress, rare};
-use blockhouse_disk::{
-    CheckReport, IfCorrupt, ImageFormat, ImageOptions, PendingChanges, Purpose, format_by_name,
-    open, open_storage, replay_state, warn_of_mark,
-};
+use blockhouse_disk::{CheckReport, ImageFormat, warn_of_mark};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with};
 use blockhouse_format::{ForeignKind, replay_vhdx_log};
+use blockhouse_images::{
+    IfCorrupt, ImageOptions, PendingChanges, Purpose, format_by_name, open, open_storage,
+    pending_changes, replay_state,
+};
 use serde_json::json;
 
 use crate::called_as;
@@ -138,7 +139,7 @@ async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome
     let disk =
         open(&path, arguments.source_cache.apply(options).for_purpose(Purpose::Metadata)).await?;
     warn_of_mark(&disk).await;
-    let pending = state.map_or(Ok(None), |dir| disk.image().pending_changes(&dir))?;
+    let pending = state.map_or(Ok(None), |dir| pending_changes(disk.image(), &dir))?;
     let format = disk.image().format_name();
     if called_as::is_qemu_img() && format == "vpc" {
         return Ok(Outcome::NotCheckable(format));

@@ -11,10 +11,10 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_core::ToolProgress;
 use blockhouse_disk::{
-    AfterCommit, CommitChain, CopyJob, CopyOptions, ImageDisk, ImageFormat, TargetContent,
-    commit_overlay,
+    AfterCommit, CopyJob, CopyOptions, ImageDisk, ImageFormat, TargetContent, commit_overlay,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, is_same_file};
+use blockhouse_images::CommitChain;
 
 use crate::called_as;
 use crate::image_args::resolve_relative;

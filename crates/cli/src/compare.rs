@@ -10,8 +10,9 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_core::rare;
-use blockhouse_disk::{CompareJob, ImageDisk, ImageFormat, first_status_difference, open};
+use blockhouse_disk::{CompareJob, ImageDisk, ImageFormat, first_status_difference};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::open;
 use serde_json::{Value, json};
 
 use crate::called_as;

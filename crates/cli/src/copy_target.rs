@@ -12,14 +12,14 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{
     ByteRange, Durability, Fallback, Request, Storage, ToolProgress, Unmap, rare,
 };
-use blockhouse_disk::{
-    AllowedPaths, CacheMode, CopyJob, CopyOptions, IfExists, ImageDisk, ImageFormat, ImageOptions,
-    Purpose, StateUse, TargetContent, check_apart, check_new_apart, check_new_name, exists,
-    is_device, keeps_its_place, lock_for_writing, open, open_copy_target, open_storage, part_of,
-    remove_created, rename_finished,
-};
+use blockhouse_disk::{CopyJob, CopyOptions, ImageDisk, ImageFormat, TargetContent};
 use blockhouse_engine::{EventLoop, HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
+use blockhouse_images::{
+    AllowedPaths, CacheMode, IfExists, ImageOptions, Purpose, StateUse, check_apart,
+    check_new_apart, check_new_name, exists, is_device, keeps_its_place, lock_for_writing, open,
+    open_copy_target, open_storage, part_of, remove_created, rename_finished,
+};
 use blockhouse_storage::{ImageStorage, Location};
 
 use crate::called_as;

@@ -14,15 +14,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Error, ErrorKind, Storage, SyncMode, ToolProgress};
-use blockhouse_disk::{
-    AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
-    Purpose, QemuName, StateUse, behind_links, check_new_apart, check_raw_backing, create_as,
-    exists, format_for_new, is_address, is_device, note_data_file, open, open_created, part_of,
-    plain_backing, remove_created, rename_finished,
-};
+use blockhouse_disk::{Backing, DataFile, ImageDisk, ImageFormat};
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile, is_same_file};
 use blockhouse_format::qcow2::Preallocation;
 use blockhouse_format::{SpaceMode, preallocate, probe, qcow2};
+use blockhouse_images::{
+    AllowedPaths, IfExists, ImageOptions, Locking, Purpose, QemuName, StateUse, behind_links,
+    check_new_apart, check_raw_backing, create_as, exists, format_for_new, is_address, is_device,
+    note_data_file, open, open_created, part_of, plain_backing, remove_created, rename_finished,
+};
 use blockhouse_storage::ImageStorage;
 
 use crate::called_as;

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use blockhouse_disk::{Backing, DataFile, ImageFormat, QemuName, is_address, is_foreign_address};
+use blockhouse_disk::{Backing, DataFile, ImageFormat};
 use blockhouse_engine::NewFile;
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
+use blockhouse_images::{QemuName, is_address, is_foreign_address};
 
 use blockhouse_config::{size, switch};
 

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use anyhow::Result;
 use blockhouse_config::size;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{ImageFormat, behind_links, open};
+use blockhouse_disk::ImageFormat;
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewForeignOptions;
+use blockhouse_images::{behind_links, open};
 
 use crate::called_as;
 use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec, copy};

@@ -4,9 +4,10 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{ImageDisk, ImageFormat, NewImage, create_as, open_created, remove_created};
+use blockhouse_disk::{ImageDisk, ImageFormat, NewImage};
 use blockhouse_engine::NewFile;
 use blockhouse_format::{Backing, ForeignKind, NewForeign, NewForeignOptions, NewParent};
+use blockhouse_images::{create_as, open_created, remove_created};
 use blockhouse_storage::ImageStorage;
 
 /// Makes an empty image.

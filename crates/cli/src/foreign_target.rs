@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{CopyJob, ImageDisk, is_device, remove_created};
+use blockhouse_disk::{CopyJob, ImageDisk};
 use blockhouse_engine::{EventLoop, NewFile};
 use blockhouse_format::{ForeignKind, NewForeignOptions};
+use blockhouse_images::{is_device, remove_created};
 use blockhouse_storage::Location;
 
 use crate::copy_target::{

@@ -6,7 +6,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_disk::{AllowedPaths, CacheMode, ImageFormat, ImageOptions, QemuName, is_address};
+use blockhouse_disk::ImageFormat;
+use blockhouse_images::{AllowedPaths, CacheMode, ImageOptions, QemuName, is_address};
 use blockhouse_storage::Location;
 
 use crate::called_as;

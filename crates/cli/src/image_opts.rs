@@ -9,8 +9,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
-pub use blockhouse_disk::escape_uri as escape;
-use blockhouse_disk::{BackingUse, ImageFormat, QemuName};
+use blockhouse_disk::ImageFormat;
+pub use blockhouse_images::escape_uri as escape;
+use blockhouse_images::{BackingUse, QemuName};
 
 use crate::tls_object::with_tls;
 

@@ -7,13 +7,14 @@ use crate::image_args::resolve_relative;
 use anyhow::{Context, Result};
 use blockhouse_core::{Alignment, Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_daemon::control::Listed;
-use blockhouse_disk::{
-    Backing, Bitmap, CacheMode, DataFile, Features, FilePart, ImageDisk, ImageOptions, Locking,
-    PendingChanges, Purpose, StateUse, open, plain_backing, warn_of_mark,
-};
+use blockhouse_disk::{Backing, Bitmap, DataFile, Features, ImageDisk, warn_of_mark};
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::Switch;
 use blockhouse_format::{Encryption, LuksEncryption, VmdkFacts};
+use blockhouse_images::{
+    CacheMode, FilePart, ImageOptions, Locking, PendingChanges, Purpose, StateUse, open,
+    pending_changes, plain_backing, warn_of_state_elsewhere,
+};
 use blockhouse_qmp::qcow2_words::qcow2_data;
 use serde_json::{Value, json};
 
@@ -170,7 +171,7 @@ fn facts_of(
     let part = options.part;
     let disk = event_loop.block_on(open_as_served(&image, options))?;
     event_loop.block_on(warn_of_mark(&disk));
-    disk.image().warn_of_state_elsewhere(state);
+    warn_of_state_elsewhere(disk.image(), state);
     let is_file = disk.image().file().is_some() || part.is_some();
     let actual_size = if is_file {
         Some(blocks_of(&image)? * 512 + disk.image().query_extents_allocated()?)
@@ -198,7 +199,7 @@ fn facts_of(
         encryption: event_loop.block_on(disk.image().read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
-        pending: state.directory().map_or(Ok(None), |dir| disk.image().pending_changes(dir))?,
+        pending: state.directory().map_or(Ok(None), |dir| pending_changes(disk.image(), dir))?,
         bitmaps: told(event_loop.block_on(disk.bitmaps().list())),
         snapshots: told(event_loop.block_on(disk.snapshots().list()))
             .iter()

@@ -6,8 +6,9 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use blockhouse_config::size;
 use blockhouse_core::{Allocation, ByteRange, Storage, StorageChange};
-use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind, open};
+use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::open;
 use blockhouse_storage::{Location, NbdStorage};
 use serde_json::json;
 

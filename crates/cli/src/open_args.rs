@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use blockhouse_config::server::StateSetup;
-use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, FilePart, ImageFormat, ImageOptions, KeyFiles, Locking,
-    Probing, RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
-};
+use blockhouse_disk::{Access, ImageFormat, StateDir};
 use blockhouse_format::qcow2::NewEncryption;
+use blockhouse_images::{
+    AllowedPaths, CacheMode, FilePart, ImageOptions, KeyFiles, Locking, Probing, RemoteBacking,
+    Secrets, StateUse, probe_nameless,
+};
 use blockhouse_storage::Location;
 
 use crate::create_options::ChosenEncryption;

@@ -8,8 +8,9 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use blockhouse_config::size;
 use blockhouse_core::{Buffer, Durability, Request, rare};
-use blockhouse_disk::{ImageDisk, ImageFormat, LoadRequest, LoadSequence, open, send_load};
+use blockhouse_disk::{ImageDisk, ImageFormat, LoadRequest, LoadSequence, send_load};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+use blockhouse_images::open;
 
 use crate::image_opts::ImageOptsArgs;
 use crate::open_args::{OpenArgs, TargetCacheArgs};

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use blockhouse_core::{Error, ErrorKind};
-use blockhouse_disk::{
-    Access, AllowedPaths, BackingUse, CacheMode, ImageOptions, Locking, Purpose, StateUse,
-    is_address, open, plain_backing,
+use blockhouse_disk::Access;
+use blockhouse_images::{
+    AllowedPaths, BackingUse, CacheMode, ImageOptions, Locking, Purpose, StateUse, is_address,
+    open, plain_backing,
 };
 
 use crate::called_as;

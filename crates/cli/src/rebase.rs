@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_core::{ErrorKind, ToolProgress};
 use blockhouse_disk::{
-    Access, Backing, Compress, ImageDisk, ImageFormat, ImageOptions, Purpose, QemuName,
-    check_raw_backing, is_foreign_address, open, plain_backing, prepare_rebase, set_backing_file,
+    Access, Backing, Compress, ImageDisk, ImageFormat, prepare_rebase, set_backing_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{
+    ImageOptions, Purpose, QemuName, check_raw_backing, is_foreign_address, open, plain_backing,
+};
 
 use crate::called_as;
 use crate::create::wrong_usage;

@@ -7,9 +7,10 @@ use anyhow::{Result, anyhow, bail};
 use blockhouse_core::{
     ByteRange, Durability, ErrorKind, Request, Storage, SyncMode, ToolProgress, rare,
 };
-use blockhouse_disk::{ImageDisk, ImageFormat, open, take_space};
+use blockhouse_disk::{ImageDisk, ImageFormat, take_space};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::SpaceMode;
+use blockhouse_images::open;
 
 use crate::called_as;
 use crate::create::allocate_first_block;

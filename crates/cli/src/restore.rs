@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{CompareJob, ImageDisk, ImageOptions, open};
+use blockhouse_disk::{CompareJob, ImageDisk};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{ImageOptions, open};
 
 use crate::copy_target::{CopyFormats, How, IfThere, Target, TargetSpec, copy};
 use crate::create::wrong_usage;

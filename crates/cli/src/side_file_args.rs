@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use blockhouse_disk::SideFile;
+use blockhouse_images::SideFile;
 
 /// Where the bitmaps of a raw image are.
 #[derive(clap::Args, Clone, Debug)]

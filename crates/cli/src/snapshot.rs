@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_core::ErrorKind;
-use blockhouse_disk::{Access, ImageDisk, ImageFormat, ImageOptions, Purpose, fork_image};
+use blockhouse_disk::{Access, ImageDisk, ImageFormat};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{ImageOptions, Purpose, fork_image};
 use blockhouse_storage::Location;
 
 use crate::called_as;
@@ -328,7 +329,7 @@ async fn open(image: &Image, access: Access) -> Result<ImageDisk> {
     check_chain(&path, &options).await?;
     // The backing files are not needed.
     let options = options.for_purpose(Purpose::Image);
-    let opened = blockhouse_disk::open(&path, options).await;
+    let opened = blockhouse_images::open(&path, options).await;
     Ok(opened.map_err(with_hint)?)
 }
 

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_disk::{ImageDisk, ImageOptions, Snapshot, open};
+use blockhouse_disk::{ImageDisk, Snapshot};
+use blockhouse_images::{ImageOptions, open};
 
 use crate::called_as;
 use crate::create_options::split;

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_disk::{ClientTls, ClientTlsKind as Kind, QemuTls};
+use blockhouse_images::{ClientTls, ClientTlsKind as Kind, QemuTls};
 
 static OBJECTS: Mutex<Vec<TlsObject>> = Mutex::new(Vec::new());
 

@@ -4,9 +4,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{
-    CacheMode, ImageFormat, ImageOptions, StateUse, exists, open, part_of, remove_created,
-};
+use blockhouse_disk::ImageFormat;
+use blockhouse_images::{CacheMode, ImageOptions, StateUse, exists, open, part_of, remove_created};
 use blockhouse_storage::Location;
 
 use crate::called_as;

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{ImageDisk, ImageFormat, check_new_apart};
+use blockhouse_disk::{ImageDisk, ImageFormat};
 use blockhouse_engine::EventLoop;
 use blockhouse_format::ForeignKind;
+use blockhouse_images::check_new_apart;
 
 use crate::called_as;
 use crate::copy_target::{How, IfThere, TargetSpec, copy, existing};

@@ -9,13 +9,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, Durability, Storage, SyncMode};
-use blockhouse_disk::{
-    IfExists, ImageFormat, create_as, open_created, remove_created, rename_finished,
-};
+use blockhouse_disk::ImageFormat;
 use blockhouse_engine::NewFile;
 use blockhouse_format::{
     ForeignKind, NewForeignOptions, NewVmdkFile, Subformat, vmdk_descriptor, vmdk_files,
 };
+use blockhouse_images::{IfExists, create_as, open_created, remove_created, rename_finished};
 
 use crate::called_as;
 use crate::foreign_create;

@@ -3,10 +3,8 @@
 
 use std::path::PathBuf;
 
-use blockhouse_disk::{
-    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat,
-    KeyFiles, OnFull, RemoteBacking, SideFile,
-};
+use blockhouse_disk::{Access, BlockSizes, DetectZeroes, Discard, ImageFormat, OnFull};
+use blockhouse_images::{BackingUse, CacheMode, FilePart, KeyFiles, RemoteBacking, SideFile};
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use blockhouse_storage::Location;
 use schemars::JsonSchema;

@@ -1,4 +1,4 @@
-//! Descriptions of disks, limits and servers (layer 5), which the command line, the configuration
+//! Descriptions of disks, limits and servers (layer 7), which the command line, the configuration
 //! file, control requests and hand-over share.
 //!
 //! A value has the same syntax everywhere, and one parser, whose errors say what is valid. This

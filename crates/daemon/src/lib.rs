@@ -1,4 +1,4 @@
-//! The running server (layer 6): disks, exports, control and hand-over, from the first check to the
+//! The running server (layer 8): disks, exports, control and hand-over, from the first check to the
 //! last flush.
 //!
 //! [`run()`] takes a [`Setup`](blockhouse_config::setup::Setup), a description of the server to
@@ -32,8 +32,6 @@ mod sandbox;
 mod server;
 mod service;
 
-// Links the optimized copies of the I/O path.
-use blockhouse_instances as _;
 pub use endpoints::sockets::runtime_folder;
 pub use launcher::{WORD as LAUNCH_WORD, run as launch};
 pub use process::workers::Workers;

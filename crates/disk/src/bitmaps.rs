@@ -107,6 +107,11 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.disk.transient_bitmaps.get().has(name)
     }
 
+    /// Marks the whole disk in the bitmaps in memory: another program may have changed the image.
+    pub fn mark_transient(&self) {
+        self.disk.transient_bitmaps.get().mark(ByteRange::between(0, self.disk.size()));
+    }
+
     /// The dirty and clean parts of `range` in the bitmap of this name: adjacent extents. An
     /// image's bitmap returns at least `max` extents, a bitmap in memory exactly `max`, unless
     /// `range` has fewer. If the bitmap is enabled and the disk is writable, the extents include

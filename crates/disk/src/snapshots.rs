@@ -294,7 +294,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
 /// As [`DiskSnapshots::create`], for the first disk that fails. The snapshots that were taken
 /// before the failure are deleted again, and so is one whose call has timed out: the storage may
 /// have taken it.
-pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Result<Pause> {
+pub async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Result<Pause> {
     all.iter().try_for_each(|(disk, _)| disk.snapshots().check_possible())?;
     let disks: Vec<_> = all.iter().map(|(disk, _)| *disk).collect();
     flush_ahead(&disks, SyncMode::Data).await?;
@@ -323,7 +323,7 @@ pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Res
 
 /// Deletes a snapshot of the disk's storage that has no further use. Does not hold off guests'
 /// changes; errors are logged.
-pub(crate) async fn delete_unneeded<S: Storage>(disk: &Disk<S>, name: &str) {
+pub async fn delete_unneeded<S: Storage>(disk: &Disk<S>, name: &str) {
     let deleted = match disk.format().snapshots() {
         Ok(snapshots) => snapshots.delete(name).await,
         Err(error) => Err(error),

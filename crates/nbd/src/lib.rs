@@ -9,7 +9,8 @@
 //! use std::os::unix::net::UnixStream;
 //! use std::sync::Arc;
 //!
-//! use blockhouse_disk::{Access, ImageFormat, ImageOptions, create, open};
+//! use blockhouse_disk::{Access, ImageFormat};
+//! use blockhouse_images::{ImageOptions, create, open};
 //! use blockhouse_engine::{EngineChoice, Listener, LoopThread};
 //! use blockhouse_nbd::{Export, Exports, Limits, Server, bind_private};
 //!

@@ -1,4 +1,4 @@
-//! QMP (layer 7), the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that
+//! QMP (layer 9), the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that
 //! have a meaning here. [`blockhouse_daemon::run`] serves it by [`Qmp`].
 //!
 //! A thin layer: a command translates its arguments into calls of the control socket's methods

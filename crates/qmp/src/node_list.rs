@@ -9,7 +9,8 @@ use std::path::Path;
 use std::rc::Rc;
 
 use blockhouse_daemon::RunningDisk;
-use blockhouse_disk::{CacheMode, Features, LayerInfo, is_address, is_inactive};
+use blockhouse_disk::{Features, LayerInfo, is_inactive};
+use blockhouse_images::{CacheMode, is_address};
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use blockhouse_daemon::key_memory;
-use blockhouse_disk::{ClientTls, ClientTlsKind, QemuTls};
+use blockhouse_images::{ClientTls, ClientTlsKind, QemuTls};
 use serde_json::{Map, Value, json};
 
 use super::arguments::{Arguments, is_well_formed};

@@ -8,7 +8,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
 use blockhouse_daemon::RunningDisk;
-use blockhouse_disk::{FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName, is_inactive};
+use blockhouse_disk::is_inactive;
+use blockhouse_images::{FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName};
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
 

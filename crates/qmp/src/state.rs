@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
-use blockhouse_disk::ClientTls;
+use blockhouse_images::ClientTls;
 use blockhouse_nbd::uri::Address;
 use serde_json::{Map, Value, json};
 

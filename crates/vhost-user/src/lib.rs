@@ -9,7 +9,8 @@
 //! use std::os::unix::net::UnixListener;
 //! use std::sync::Arc;
 //!
-//! use blockhouse_disk::{Access, ImageFormat, ImageOptions, create, open};
+//! use blockhouse_disk::{Access, ImageFormat};
+//! use blockhouse_images::{ImageOptions, create, open};
 //! use blockhouse_engine::{EngineChoice, LoopThread};
 //! use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 //!

@@ -22,10 +22,11 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-kernel-nbd", 4),
     ("blockhouse-jobs", 4),
     ("blockhouse-instances", 5),
-    ("blockhouse-config", 5),
-    ("blockhouse-daemon", 6),
-    ("blockhouse-qmp", 7),
-    ("blockhouse", 8),
+    ("blockhouse-images", 6),
+    ("blockhouse-config", 7),
+    ("blockhouse-daemon", 8),
+    ("blockhouse-qmp", 9),
+    ("blockhouse", 10),
 ];
 /// Packages outside of the layers, which no crate of a layer uses.
 const OUTSIDE: &[&str] = &[

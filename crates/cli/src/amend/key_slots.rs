@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_disk::{ImageDisk, KeySlotChange, LastKey, change_key_slots};
+use blockhouse_disk::ImageDisk;
+use blockhouse_images::{KeySlotChange, LastKey, change_key_slots};
 
 use super::Change;
 use crate::called_as;

@@ -11,11 +11,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use blockhouse_core::{Buffer, Durability, Request, rare};
-use blockhouse_disk::{
-    Access, CacheMode, ImageDisk, ImageFormat, ImageOptions, Options, StateUse, create,
-    open_storage,
-};
+use blockhouse_disk::{Access, ImageDisk, ImageFormat, Options};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{CacheMode, ImageOptions, StateUse, create, open_storage};
 use blockhouse_storage::ImageStorage;
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;

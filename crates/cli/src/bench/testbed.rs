@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use blockhouse_disk::{CacheMode, ImageDisk};
+use blockhouse_disk::ImageDisk;
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+use blockhouse_images::CacheMode;
 
 use super::device::Device;
 use super::load::{self, Limits, Load, LoopSetup, Sample};

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_config::size;
-use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, behind_links};
+use blockhouse_disk::{ImageDisk, ImageFormat};
+use blockhouse_images::{CacheMode, behind_links};
 
 use crate::called_as;
 use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};

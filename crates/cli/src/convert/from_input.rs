@@ -10,12 +10,10 @@ use std::os::fd::AsFd;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{Buffer, Error, ToolProgress};
-use blockhouse_disk::{
-    ImageFormat, STREAM_PIECE, StreamOptions, check_apart_from, check_new_apart_from, copy_stream,
-    is_device, keeps_its_place,
-};
+use blockhouse_disk::{ImageFormat, STREAM_PIECE, StreamOptions, copy_stream};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::probe;
+use blockhouse_images::{check_apart_from, check_new_apart_from, is_device, keeps_its_place};
 use futures_util::stream;
 use rustix::fs::{FileType, SeekFrom, fstat, seek};
 

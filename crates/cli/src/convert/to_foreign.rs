@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::CacheMode;
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::{ForeignKind, Subformat};
+use blockhouse_images::CacheMode;
 
 use super::arguments::{Arguments, open_sources};
 use crate::called_as;

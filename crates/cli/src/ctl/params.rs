@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::is_address;
+use blockhouse_images::is_address;
 use serde_json::Value;
 
 /// Adds the parameters that were given.

@@ -19,11 +19,12 @@ use blockhouse_config::size;
 use blockhouse_config::socket_options::SocketMode;
 use blockhouse_config::switch::on_or_off;
 use blockhouse_config::user_options::{GroupName, UserName};
-use blockhouse_disk::{
-    BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, ImageOptions, Locking,
-    Probing, Purpose, StateUse, format_by_name, probe_nameless,
-};
+use blockhouse_disk::{DetectZeroes, Discard, ImageFormat};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, EventLoop};
+use blockhouse_images::{
+    BackingUse, CacheMode, FilePart, ImageOptions, Locking, Probing, Purpose, StateUse,
+    format_by_name, probe_nameless,
+};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_storage::Location;
 use clap::ArgAction;

@@ -9,8 +9,8 @@ use blockhouse_config::offers::ExportOptions;
 use blockhouse_nbd::proto::MAX_STRING;
 use blockhouse_nbd::uri::NbdUri;
 
-use blockhouse_disk::QemuTls;
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+use blockhouse_images::QemuTls;
 
 use crate::attach::parse_kernel_nbd;
 use crate::called_as;

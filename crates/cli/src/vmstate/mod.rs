@@ -8,10 +8,9 @@ use std::path::PathBuf;
 use crate::open_args::OpenArgs;
 use crate::pipe::{self, Reader};
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{
-    Access, CacheMode, Compression, ImageFormat, ImageOptions, VmStateReader, VmStateWriter, open,
-};
+use blockhouse_disk::{Access, Compression, ImageFormat, VmStateReader, VmStateWriter};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{CacheMode, ImageOptions, open};
 use clap::builder::ValueParser;
 
 use progress::Progress;

@@ -1,7 +1,7 @@
 //! The methods of forks and rollbacks.
 
 use blockhouse_config::text_fields::{check_absolute, check_image_name};
-use blockhouse_disk::RolledBack;
+use blockhouse_images::RolledBack;
 
 use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult};
 use super::outcome::{Outcome, invalid, result};

@@ -20,6 +20,7 @@ use blockhouse_config::offers::{ExportOptions, Offer as ExportOffer};
 use blockhouse_core::{SyncMode, rare};
 use blockhouse_disk::{Access, FlushedAhead, flush_ahead, is_inactive};
 use blockhouse_engine::timeout;
+use blockhouse_images::first_files;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
 use blockhouse_vhost_user::PausedFrontend;
@@ -531,7 +532,7 @@ fn disk_record<'a>(
     let shared = shared.min_by_key(|(images, _)| *images);
     let (mut files, mut descriptors) = (Vec::new(), Vec::new());
     let images = shared.map_or(usize::MAX, |(images, _)| images);
-    let chain = disk.image().first_files(images).map_err(|error| {
+    let chain = first_files(disk.image(), images).map_err(|error| {
         anyhow::anyhow!(
             "{error}; close the disk {:?} first ('blockhouse ctl SOCKET close'), or stop this server and start the new one",
             running.name()

@@ -1,7 +1,7 @@
 //! Commits of served disks: copies an overlay's data into its backing file, on which the guest then
 //! continues.
 //!
-//! After a crash: as long as there is no record beside the overlay (`disk/open/moved_record`), the
+//! After a crash: as long as there is no record beside the overlay (`images/moved_record`), the
 //! overlay is the disk, over a backing file that has some of the overlay's data and is not a
 //! consistent disk by itself. The record is written durably after all data is durable in the
 //! backing file, and before the guest writes to the backing file: from then on the backing file
@@ -13,11 +13,12 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
-use blockhouse_disk::{
-    ImageDisk, LeftFiles, Secrets, StateUse, forget_moved, is_forked, keep_state, open_base,
-    record_committed, record_moved,
-};
+use blockhouse_disk::ImageDisk;
 use blockhouse_engine::LoopClock;
+use blockhouse_images::{
+    LeftFiles, Secrets, StateUse, forget_moved, is_forked, keep_state, open_base, record_committed,
+    record_moved,
+};
 use blockhouse_jobs::{CopyMode, JobEnd, Mirror};
 
 use super::commit_setup::CommitSetup;

@@ -9,10 +9,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{
-    FurtherBase, LeftFiles, Secrets, StateUse, begin_layer_commit, end_layer_commit, find_layers,
-};
+use blockhouse_disk::FurtherBase;
 use blockhouse_engine::LoopClock;
+use blockhouse_images::{
+    LeftFiles, Secrets, StateUse, begin_layer_commit, end_layer_commit, find_layers,
+};
 use blockhouse_jobs::{CopyMode, JobEnd, Stream};
 
 use super::commit_setup::{CommitSetup, check_base_is_read};

@@ -2,7 +2,7 @@
 //!
 //! After a crash: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is
 //! the disk. Before the mark is removed, a *record* with the target's name is written durably
-//! beside the source's image (`disk/open/moved_record`). From then on opening the source is refused
+//! beside the source's image (`images/moved_record`). From then on opening the source is refused
 //! with a hint to the target; the target can be opened once its mark is removed. If the mirror does
 //! not complete, the record is removed.
 
@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{check_apart, forget_moved, record_moved};
 use blockhouse_engine::LoopClock;
+use blockhouse_images::{check_apart, forget_moved, record_moved};
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, Mirror, MirrorOptions};
 
 use super::target::{Target, TargetSetup, check, remove};

@@ -11,8 +11,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{ImageDisk, LeftFiles, find_further_base, note_passed_over};
+use blockhouse_disk::ImageDisk;
 use blockhouse_engine::{LoopClock, spawn_detached, timeout};
+use blockhouse_images::{LeftFiles, find_further_base, note_passed_over};
 use blockhouse_jobs::{CopyMode, JobEnd, Stream};
 
 use super::commit_setup::check_base_is_read;

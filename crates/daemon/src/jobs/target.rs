@@ -8,9 +8,10 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_core::ErrorKind;
-use blockhouse_disk::{
-    CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Purpose, StateUse, check_new_name,
-    create, mark_incomplete, open, rename_durable,
+use blockhouse_disk::{ImageDisk, ImageFormat, mark_incomplete};
+use blockhouse_images::{
+    CacheMode, IfExists, ImageOptions, Purpose, StateUse, check_new_name, create, open,
+    rename_durable,
 };
 use blockhouse_storage::Location;
 

@@ -4,7 +4,8 @@
 use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_core::rare;
-use blockhouse_disk::{Secrets, is_inactive, reopen};
+use blockhouse_disk::is_inactive;
+use blockhouse_images::{Secrets, reopen};
 use futures_util::future::LocalBoxFuture;
 
 use super::Running;

@@ -9,9 +9,10 @@ use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_config::text_fields::repeated;
-use blockhouse_disk::{
-    Access, AllowedPaths, CloneOf, ForkOf, Forked, ImageDisk, ImageFormat, ImageOptions, NewChild,
-    Pause, Secrets, clone_disks, fork, is_address, is_device, is_in_ceph,
+use blockhouse_disk::{Access, ImageDisk, ImageFormat, Pause};
+use blockhouse_images::{
+    AllowedPaths, CloneOf, ForkOf, Forked, ImageOptions, NewChild, Secrets, clone_disks, fork,
+    is_address, is_device, is_in_ceph,
 };
 
 use super::Running;

@@ -5,8 +5,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{CreateOptions, ImageFormat, check_new_name, create_as, create_qcow2};
+use blockhouse_disk::{CreateOptions, ImageFormat};
 use blockhouse_engine::{NewFile, is_same_file};
+use blockhouse_images::{check_new_name, create_as, create_qcow2};
 
 use super::Running;
 

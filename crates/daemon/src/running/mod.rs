@@ -42,8 +42,8 @@ use anyhow::Result;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::server::StateSetup;
 use blockhouse_config::setup::Setup;
-use blockhouse_disk::StateUse;
 use blockhouse_engine::{EngineReport, Handle};
+use blockhouse_images::StateUse;
 use serde_json::Value;
 
 use self::backup_list::Backups;

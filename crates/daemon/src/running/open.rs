@@ -7,9 +7,10 @@ use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::server::StateSetup;
 use blockhouse_core::{ByteRange, Error, ErrorKind};
-use blockhouse_disk::{
-    Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, Purpose, Secrets, StateDir,
-    StateUse, create, exists, format_for_new, make_missing_side_file, open,
+use blockhouse_disk::{Access, ImageDisk, StateDir};
+use blockhouse_images::{
+    AllowedPaths, ImageOptions, Locking, NOT_KEPT, Purpose, Secrets, StateUse, create, exists,
+    format_for_new, make_missing_side_file, open,
 };
 use futures_util::stream::{self, StreamExt};
 

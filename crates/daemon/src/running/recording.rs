@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_disk::{
-    Access, ImageDisk, ImageFormat, ImageOptions, Secrets, VOUCHER_RENEWAL, start_recording,
-    stop_recording,
-};
+use blockhouse_disk::{Access, ImageDisk, ImageFormat};
 use blockhouse_engine::sleep;
+use blockhouse_images::{
+    ImageOptions, Secrets, VOUCHER_RENEWAL, lacks_side_file, start_recording, stop_recording,
+};
 
 use super::Running;
 use super::disk::RunningDisk;
@@ -26,7 +26,7 @@ pub(crate) async fn ensure_side_file(
     running: &Running,
     disk: &RunningDisk,
 ) -> Result<Option<Duration>> {
-    if !disk.disk.image().lacks_side_file() {
+    if !lacks_side_file(disk.disk.image()) {
         return Ok(None);
     }
     // The disk must have no job, because a mirror would replace the image.

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
-use blockhouse_disk::{RolledBack, Secrets, roll_back};
+use blockhouse_images::{RolledBack, Secrets, reads_layer_of, roll_back};
 
 use super::Running;
 use super::disk::RunningDisk;
@@ -71,7 +71,7 @@ pub(crate) fn check_nobody_stands(
     let (others, image) = (running.disks.all(), disk.disk.image());
     for depth in depths {
         let others = others.iter().filter(|other| other.name() != disk.name());
-        let standing = others.filter(|other| other.disk.image().reads_layer_of(image, depth));
+        let standing = others.filter(|other| reads_layer_of(other.disk.image(), image, depth));
         let names: Vec<_> = standing.map(|other| format!("{:?}", other.name())).collect();
         if let (false, Some(layer)) = (names.is_empty(), image.layer_at(depth)) {
             bail!(

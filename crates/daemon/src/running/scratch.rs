@@ -4,9 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
-use blockhouse_disk::{
-    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, Purpose, create, exists, open,
-};
+use blockhouse_disk::{ImageDisk, ImageFormat};
+use blockhouse_images::{CacheMode, ImageOptions, Locking, Purpose, create, exists, open};
 
 /// Creates a disk of `size` zero bytes in an unlinked file in `folder`. The host frees its space
 /// when the disk is dropped or the process ends.

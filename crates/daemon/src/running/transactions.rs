@@ -11,10 +11,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{
-    BitmapAction, BitmapChange, NewBitmap, QuiescedDisk, change_bitmaps, check_apart,
-};
+use blockhouse_disk::{BitmapAction, BitmapChange, NewBitmap, QuiescedDisk, change_bitmaps};
 use blockhouse_engine::timeout;
+use blockhouse_images::check_apart;
 use blockhouse_jobs::FrozenDisk;
 use blockhouse_storage::ImageStorage;
 use futures_util::future::try_join_all;

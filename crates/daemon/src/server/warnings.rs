@@ -2,7 +2,7 @@
 
 use blockhouse_config::control_socket::ControlSocket;
 use blockhouse_config::setup::Setup;
-use blockhouse_disk::CacheMode;
+use blockhouse_images::CacheMode;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 
 /// The warnings about `setup`, one line each.

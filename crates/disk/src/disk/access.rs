@@ -49,7 +49,7 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Refuses changes of a disk that is read-only.
-    pub(crate) fn check_writable(&self) -> Result<()> {
+    pub fn check_writable(&self) -> Result<()> {
         if self.access() == Access::ReadWrite {
             return Ok(());
         }

@@ -18,7 +18,7 @@ use crate::write::Writer;
 
 impl<S: Storage> Disk<S> {
     /// Whether reads copy from the backing file into the image now.
-    pub(crate) fn copies_on_read(&self) -> bool {
+    pub fn copies_on_read(&self) -> bool {
         self.image().options.copy_on_read
             && self.image().layer().backing_layer().is_some()
             && self.access() == Access::ReadWrite

@@ -120,7 +120,7 @@ async fn flush_round<S: Storage>(disk: &Disk<S>, sync: SyncMode) -> Result<()> {
 ///
 /// # Errors
 /// As [`Disk::quiesce`]; errors of the storage.
-pub(crate) async fn quiesce_flushed<S: Storage>(
+pub async fn quiesce_flushed<S: Storage>(
     disk: &Disk<S>,
     sync: SyncMode,
 ) -> Result<QuiescedGuard<'_>> {

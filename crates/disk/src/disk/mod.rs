@@ -63,16 +63,16 @@ pub use block_sizes::preferred_block_size;
 pub use detach::{FurtherBase, PopulatingGuard};
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
-pub use flush_ahead::{FlushedAhead, flush_ahead};
-pub(crate) use flush_ahead::{flush_in_rounds, quiesce_flushed};
+pub(crate) use flush_ahead::flush_in_rounds;
+pub use flush_ahead::{FlushedAhead, flush_ahead, quiesce_flushed};
 pub use held_changes::PartyHold;
 pub use hold::{Hold, HoldChange, HoldObserver};
 pub(crate) use images::ImageUse;
 use images::{Images, Link};
 pub use jobs::DiskJobs;
 use quiesce::Quiesce;
-pub(crate) use quiesce::QuiescedGuard;
-pub(crate) use quiesced::check_overlay_size;
+pub use quiesce::QuiescedGuard;
+pub use quiesced::check_overlay_size;
 pub use quiesced::{QuiescedDisk, ReplacedImage};
 pub(crate) use resize::Resize;
 pub use stats::DiskStats;
@@ -138,7 +138,8 @@ impl<S: Storage> Disk<S> {
         self.images.last().image()
     }
 
-    pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
+    /// The image in its format.
+    pub fn format(&self) -> &Format<FlushTracker<S>> {
         self.image().format()
     }
 

@@ -43,7 +43,7 @@ impl Default for Quiesce {
 pub(crate) struct WriteGuard<'a>(&'a Quiesce);
 
 /// The quiesced state, until the guard is dropped: no change is in flight, and none begins.
-pub(crate) struct QuiescedGuard<'a> {
+pub struct QuiescedGuard<'a> {
     quiesce: &'a Quiesce,
     _permit: SemaphoreGuard<'a>,
 }

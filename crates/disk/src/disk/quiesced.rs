@@ -50,7 +50,7 @@ impl<S: Storage> Disk<S> {
 
     /// Refuses changes of snapshots while a job is about to replace the disk's image, or to detach
     /// its backing file.
-    pub(crate) fn check_stays(&self) -> Result<()> {
+    pub fn check_stays(&self) -> Result<()> {
         let what = match self.populating.load(Ordering::SeqCst) > 0 {
             true => {
                 "its backing file is about to be detached, and a snapshot would need it as well"
@@ -124,7 +124,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     ///
     /// # Errors
     /// As [`switch_to`](Self::switch_to), but not `ReadOnly`.
-    pub(crate) fn reopen_in(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
+    pub fn reopen_in(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
         check_same_disk(self.disk, &image)?;
         Ok(self.replace(image, true).0)
     }
@@ -214,7 +214,7 @@ fn check_same_disk<S: Storage>(disk: &Disk<S>, image: &Image<S>) -> Result<()> {
 ///
 /// # Errors
 /// `InvalidInput`.
-pub(crate) fn check_overlay_size<S: Storage>(disk: &Disk<S>, overlay: &Image<S>) -> Result<()> {
+pub fn check_overlay_size<S: Storage>(disk: &Disk<S>, overlay: &Image<S>) -> Result<()> {
     let (old, new) = (disk.size(), overlay.size());
     let has_bitmaps = disk.format().has_bitmaps() || !disk.transient_bitmaps.get().is_empty();
     let may_grow = new > old && new.is_multiple_of(disk.logical_block_size()) && !has_bitmaps;
@@ -235,7 +235,7 @@ pub struct ReplacedImage<'a, S: Storage> {
 
 impl<S: Storage> ReplacedImage<'_, S> {
     /// The image.
-    pub(crate) fn image(&self) -> &Arc<Image<S>> {
+    pub fn image(&self) -> &Arc<Image<S>> {
         self.link.image()
     }
 

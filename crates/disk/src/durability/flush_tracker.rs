@@ -58,7 +58,7 @@ mod tests;
 const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
 
 /// A storage, and the state of its writes that are not stable.
-pub(crate) struct FlushTracker<S> {
+pub struct FlushTracker<S> {
     storage: S,
     policy: FlushPolicy,
     /// The number of completed operations that only a flush makes stable. The writes before the
@@ -131,7 +131,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     /// The storage itself.
-    pub(crate) fn storage(&self) -> &S {
+    pub fn storage(&self) -> &S {
         &self.storage
     }
 
@@ -140,17 +140,17 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     /// The first failure, if there was one.
-    pub(crate) fn failure(&self) -> Option<&Error> {
+    pub fn failure(&self) -> Option<&Error> {
         self.failure.get()
     }
 
     /// Notes that another process may have left unstable writes.
-    pub(crate) fn note_earlier_writes(&self) {
+    pub fn note_earlier_writes(&self) {
         self.write_generation.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Remembers a failure that occurred in another process.
-    pub(crate) fn remember_failure(&self, error: &Error) {
+    pub fn remember_failure(&self, error: &Error) {
         self.failure.set(error);
     }
 
@@ -165,7 +165,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     /// Remembers the failure that an earlier process has recorded, if there is one, and returns it.
-    pub(crate) fn restore_failure(&self) -> Option<&Error> {
+    pub fn restore_failure(&self) -> Option<&Error> {
         let kept = self.record.get()?.failure()?;
         self.failure.set(&kept.on(self.storage.name()));
         self.failure.get()

@@ -33,7 +33,7 @@ impl<S: Storage> Image<S> {
     /// As [`over`](Self::over), over an image that is open for reading only, with its backing
     /// chain.
     #[must_use]
-    pub(crate) fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
+    pub fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
         self.layer().opened().set(Arc::clone(layer), Access::ReadOnly);
         let sizes = layer
             .opened()

@@ -26,12 +26,12 @@ use blockhouse_format::{
 };
 
 use crate::durability::FlushTracker;
-use crate::layer::Layer;
+use crate::layer::{DataEncryption, Layer};
 use crate::options::{Access, DetectZeroes, Discard, Options};
 use crate::state::{StateFile, TrackedFile};
 use crate::write::Writer;
 pub(crate) use fork::{close_as_layer, image_of_layer};
-pub(crate) use open::EarlierWrites;
+pub use open::EarlierWrites;
 use uses::ImageUses;
 pub(crate) use uses::UseGuard;
 
@@ -57,22 +57,23 @@ impl<S: Storage> Image<S> {
     }
 
     /// The image and its backing chain.
-    pub(crate) fn layer(&self) -> &Arc<Layer<S>> {
+    pub fn layer(&self) -> &Arc<Layer<S>> {
         self.writer.layer()
     }
 
-    pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
+    /// The image in its format.
+    pub fn format(&self) -> &Format<FlushTracker<S>> {
         self.layer().format()
     }
 
     /// The state file, if there is one.
-    pub(crate) fn state(&self) -> Option<&StateFile> {
+    pub fn state(&self) -> Option<&StateFile> {
         self.state.get()
     }
 
     /// Keeps a state file, which gets the times of changes and the first flush failure from now on.
     /// Called at most once.
-    pub(crate) fn keep_state(&self, state: StateFile) {
+    pub fn keep_state(&self, state: StateFile) {
         let (image, data) = (self.format().storage(), self.format().data());
         image.keep_record(state.page(), TrackedFile::Image);
         if !std::ptr::eq(image, data) {
@@ -82,17 +83,14 @@ impl<S: Storage> Image<S> {
         let _ = self.state.set(state);
     }
 
-    /// Restores the flush failures of an earlier process from the state file.
-    pub(crate) fn restore_failures(&self) {
-        let (image, data) = (self.format().storage(), self.format().data());
-        for tracker in [image, data] {
-            tracker.restore_failure();
-        }
-    }
-
     /// Whether the image was opened for writing.
     pub fn access(&self) -> Access {
         self.options.access
+    }
+
+    /// The encryption of the images of the chain, the highest first.
+    pub fn encryptions(&self) -> impl Iterator<Item = &DataEncryption> {
+        self.layer().layers().map(|layer| &layer.encryption)
     }
 
     /// Whether the guest's data is encrypted.

@@ -19,7 +19,7 @@ use crate::write::Writer;
 
 /// The writes to an image before it is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum EarlierWrites {
+pub enum EarlierWrites {
     /// A killed process may have left unstable writes.
     Unknown,
     /// All writes count as stable: another process has the image open, and has settled it
@@ -66,7 +66,7 @@ impl<S: Storage> Image<S> {
     /// As [`open`](Self::open), with known facts about earlier writes, and with the state file that
     /// was found. Changes that the opening itself makes are stamped in the page of the state file;
     /// the log of the state file will be replayed.
-    pub(crate) async fn open_with_state(
+    pub async fn open_with_state(
         storage: S,
         format: ImageFormat,
         options: Options,

@@ -14,7 +14,7 @@ use crate::options::Access;
 
 impl<S: Storage> Layer<S> {
     /// The name of the backing file in the image's header.
-    pub(crate) fn backing_file(&self) -> Option<&BackingName> {
+    pub fn backing_file(&self) -> Option<&BackingName> {
         let named = self.format.header().backing_file();
         match self.behind.0.get() {
             // No backing file was opened.
@@ -24,7 +24,7 @@ impl<S: Storage> Layer<S> {
     }
 
     /// The backing file of this layer, in the last opening of that file.
-    pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
+    pub fn backing_layer(&self) -> Option<&Arc<Self>> {
         self.behind.now().map(|backing| last(&backing.layer))
     }
 
@@ -37,17 +37,17 @@ impl<S: Storage> Layer<S> {
     }
 
     /// The backing files that were opened for this layer, including those that it no longer uses.
-    pub(crate) fn opened(&self) -> OpenedLayers<'_, S> {
+    pub fn opened(&self) -> OpenedLayers<'_, S> {
         OpenedLayers(self)
     }
 
     /// The images in this process that read through this layer.
-    pub(crate) fn stands(&self) -> &Stands {
+    pub fn stands(&self) -> &Stands {
         &self.stands
     }
 
     /// This layer and its backing files, the nearest first.
-    pub(crate) fn layers(&self) -> impl Iterator<Item = &Self> {
+    pub fn layers(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |layer| layer.backing_layer().map(|layer| &**layer))
     }
 }
@@ -62,7 +62,7 @@ fn last<S: Storage>(opened: &Arc<Layer<S>>) -> &Arc<Layer<S>> {
 }
 
 /// The backing files that were opened for a layer.
-pub(crate) struct OpenedLayers<'a, S: Storage>(&'a Layer<S>);
+pub struct OpenedLayers<'a, S: Storage>(&'a Layer<S>);
 
 impl<S: Storage> Clone for OpenedLayers<'_, S> {
     fn clone(&self) -> Self {
@@ -167,7 +167,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     }
 
     /// The layer's current backing files, the nearest first.
-    pub(crate) fn now(self) -> impl Iterator<Item = &'a Arc<Layer<S>>> {
+    pub fn now(self) -> impl Iterator<Item = &'a Arc<Layer<S>>> {
         std::iter::successors(self.0.backing_layer(), |layer| layer.backing_layer())
     }
 
@@ -222,7 +222,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
 
     /// Whether other images use this layer's backing file, or use a former backing file that reads
     /// through the current one.
-    pub(crate) fn are_shared(self) -> bool {
+    pub fn are_shared(self) -> bool {
         let behind = self.0.backing_layer().map(|layer| &**layer);
         self.left().chain(behind).any(|layer| layer.stands.count() > 1)
     }

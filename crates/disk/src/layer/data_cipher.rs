@@ -9,7 +9,7 @@ use blockhouse_format::{DataPlace, Encryption};
 use crate::buffers::{Bounce, BounceBuffers};
 
 /// The form in which the guest's data is stored.
-pub(crate) enum DataEncryption {
+pub enum DataEncryption {
     /// Not encrypted.
     None,
     /// Encrypted with a key that was not given.
@@ -20,7 +20,7 @@ pub(crate) enum DataEncryption {
 
 impl DataEncryption {
     /// The secret that opened the image; `None` if no secret did.
-    pub(crate) fn secret(&self) -> Option<&Arc<Secret>> {
+    pub fn secret(&self) -> Option<&Arc<Secret>> {
         match self {
             Self::Unlocked(cipher) => cipher.secret.as_ref(),
             Self::None | Self::Locked => None,
@@ -29,7 +29,7 @@ impl DataEncryption {
 
     /// The maximum number of PBKDF2 iterations of a key slot; `None` without LUKS, without the key
     /// or without slots, or if a slot is unsupported or has another key derivation.
-    pub(crate) fn iterations(&self) -> Option<u32> {
+    pub fn iterations(&self) -> Option<u32> {
         match self {
             Self::Unlocked(cipher) => cipher.encryption.luks()?.header().iterations(),
             Self::None | Self::Locked => None,
@@ -49,7 +49,7 @@ impl DataEncryption {
 }
 
 /// The cipher of an image's data.
-pub(crate) struct DataCipher {
+pub struct DataCipher {
     cipher: SectorCipher,
     /// The secret that opened the image; `None` if the key itself was given.
     secret: Option<Arc<Secret>>,

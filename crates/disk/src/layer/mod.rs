@@ -46,15 +46,15 @@ use crate::stats::Stats;
 
 use backing_chain::BackingChain;
 use backing_reads::BackingReads;
+pub use behind::OpenedLayers;
 use claims::LayerClaims;
-use stability::Stability;
-pub(crate) use stands::Stands;
+pub use stability::Stability;
+pub use stands::Stands;
 
 pub(crate) use backing_reads::Reader;
 pub(crate) use block_status::HostRuns;
 pub use block_status::{BlockStatus, BlockStatusCache};
-pub(crate) use data_cipher::DataCipher;
-use data_cipher::DataEncryption;
+pub use data_cipher::{DataCipher, DataEncryption};
 pub use map_entry::{MapEntry, MapEntryKind};
 pub(crate) use unaligned::common;
 pub use waits::BackingWait;
@@ -116,7 +116,7 @@ impl<S: Storage> Drop for Backing<S> {
 }
 
 /// See the module's page.
-pub(crate) struct Layer<S: Storage> {
+pub struct Layer<S: Storage> {
     format: Format<FlushTracker<S>>,
     pub(crate) encryption: DataEncryption,
     /// The alignment that the data's storage and its encryption require.
@@ -190,27 +190,28 @@ impl<S: Storage> Layer<S> {
         Ok(Self::new(self.format.with_extents(data, ranges).await?))
     }
 
-    pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
+    /// The image in its format.
+    pub fn format(&self) -> &Format<FlushTracker<S>> {
         &self.format
     }
 
     /// The file that the host offsets of extents point to.
-    pub(crate) fn data(&self) -> &FlushTracker<S> {
+    pub fn data(&self) -> &FlushTracker<S> {
         self.format.data()
     }
 
     /// The image's name in messages: its path, mostly.
-    pub(crate) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         self.format.storage().name()
     }
 
     /// As [`name`](Self::name), but for a raw image with a side file the name of the raw image.
-    pub(crate) fn image_name(&self) -> &str {
+    pub fn image_name(&self) -> &str {
         if self.format.side_file().is_some() { self.format.data().name() } else { self.name() }
     }
 
     /// The size in bytes, a multiple of 512.
-    pub(crate) fn size(&self) -> u64 {
+    pub fn size(&self) -> u64 {
         self.format.size()
     }
 

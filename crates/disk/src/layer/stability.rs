@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether a layer, and its backing files, have writes of this process that no flush has covered.
-pub(crate) struct Stability {
+pub struct Stability {
     /// Whether all writes of this process to the layer are durable, if other images are over it.
     is_stable: AtomicBool,
     /// Whether all of the layer's backing files are stable.
@@ -34,7 +34,7 @@ impl Stability {
     }
 
     /// Notes that all backing files of the image are stable: flushes of the image skip them.
-    pub(crate) fn set_stable_behind(&self) {
+    pub fn set_stable_behind(&self) {
         self.is_behind_stable.store(true, Ordering::Release);
     }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// The images over a layer in this process.
 #[derive(Default)]
-pub(crate) struct Stands {
+pub struct Stands {
     count: AtomicUsize,
     /// Disks whose current image this layer is.
     disks: AtomicUsize,
@@ -13,17 +13,17 @@ pub(crate) struct Stands {
 
 impl Stands {
     /// The number of images over the layer.
-    pub(crate) fn count(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.count.load(Ordering::SeqCst)
     }
 
     /// Counts one more image.
-    pub(crate) fn enter(&self) {
+    pub fn enter(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Counts one image less.
-    pub(crate) fn leave(&self) {
+    pub fn leave(&self) {
         self.count.fetch_sub(1, Ordering::SeqCst);
     }
 
@@ -45,13 +45,13 @@ impl Stands {
     /// Whether an image that is being opened may use the layer. The caller has
     /// [counted](Self::enter) the image before. The caller of [`keep`](Self::keep) reads the count
     /// after that call, so at least one of the two callers sees the other.
-    pub(crate) fn may_grow(&self) -> bool {
+    pub fn may_grow(&self) -> bool {
         !self.is_kept.load(Ordering::SeqCst)
     }
 
     /// Forbids the layer to images that are opened later, because the locks of the layer's file are
     /// about to be released.
-    pub(crate) fn keep(&self) {
+    pub fn keep(&self) {
         self.is_kept.store(true, Ordering::SeqCst);
     }
 }

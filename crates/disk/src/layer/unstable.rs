@@ -13,7 +13,7 @@ use super::stability::Stability;
 
 impl<S: Storage> Layer<S> {
     /// Whether this layer and its backing files have writes that no flush has covered.
-    pub(crate) fn stability(&self) -> &Stability {
+    pub fn stability(&self) -> &Stability {
         &self.stability
     }
 
@@ -21,7 +21,7 @@ impl<S: Storage> Layer<S> {
     ///
     /// # Errors
     /// Errors of a storage.
-    pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
+    pub async fn flush(&self, sync: SyncMode) -> Result<()> {
         if !self.stability.is_behind_stable.load(Ordering::Acquire) {
             // Boxed, so that the future of the common path stays small.
             rare(self.opened().flush(sync)).await?;

@@ -185,7 +185,7 @@ impl StateDir {
     }
 
     /// The boot of the host in which the directory was opened.
-    pub(crate) fn boot(&self) -> BootId {
+    pub fn boot(&self) -> BootId {
         self.inner.boot
     }
 

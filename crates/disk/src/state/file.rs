@@ -37,7 +37,7 @@ const MAX_ASIDE: usize = 8;
 const NEW_SUFFIX: &str = ".new";
 
 /// A state file, mapped. The file stays when this is dropped.
-pub(crate) struct StateFile {
+pub struct StateFile {
     dir: StateDir,
     name: String,
     page: StatePage,
@@ -45,7 +45,7 @@ pub(crate) struct StateFile {
 }
 
 /// The result of a search for the state file of an image.
-pub(crate) enum FoundState {
+pub enum FoundState {
     /// No file.
     Nothing,
     /// A file of another boot of the host: its content is void.
@@ -68,7 +68,7 @@ impl StateFile {
     ///
     /// # Errors
     /// Host errors, with the file's name. After an error, a former file of that name still exists.
-    pub(crate) fn create(
+    pub fn create(
         dir: &StateDir,
         owner: &Owner,
         log_words: usize,
@@ -97,7 +97,7 @@ impl StateFile {
     ///
     /// # Errors
     /// The host's, with the file's name.
-    pub(crate) fn find(dir: &StateDir, image: ImageIdentity) -> Result<FoundState> {
+    pub fn find(dir: &StateDir, image: ImageIdentity) -> Result<FoundState> {
         let name = image.file_name();
         let found = find_memory(dir, &name);
         let found = found.map_err(|error| dir.failed("cannot open the state file", &name, error));
@@ -119,28 +119,28 @@ impl StateFile {
     }
 
     /// The first page.
-    pub(crate) fn page(&self) -> &StatePage {
+    pub fn page(&self) -> &StatePage {
         &self.page
     }
 
     /// The memory of the redo log.
-    pub(crate) fn log(&self) -> Arc<dyn StateMemory> {
+    pub fn log(&self) -> Arc<dyn StateMemory> {
         Arc::new(self.log.clone())
     }
 
     /// The number of changes in the redo log that the disk may lack.
-    pub(crate) fn changes(&self) -> u64 {
+    pub fn changes(&self) -> u64 {
         redo_log_len(&self.log)
     }
 
     /// Whether the file has no changes that the disk may lack, and no failure of a flush.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         let has_failed = |file| self.page.failure(file).is_some();
         self.changes() == 0 && ![TrackedFile::Image, TrackedFile::Data].into_iter().any(has_failed)
     }
 
     /// The file's path, for messages.
-    pub(crate) fn path(&self) -> String {
+    pub fn path(&self) -> String {
         self.dir.path_of(&self.name)
     }
 
@@ -168,7 +168,7 @@ impl StateFile {
     ///
     /// # Errors
     /// The host's, with the file's name.
-    pub(crate) fn remove(&self) -> Result<()> {
+    pub fn remove(&self) -> Result<()> {
         match unlinkat(self.dir.directory(), &self.name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(error) => {
@@ -182,7 +182,7 @@ impl StateFile {
     ///
     /// # Errors
     /// The host's, with the file's name.
-    pub(crate) fn set_aside(dir: &StateDir, image: ImageIdentity) -> Result<String> {
+    pub fn set_aside(dir: &StateDir, image: ImageIdentity) -> Result<String> {
         let name = image.file_name();
         let failed = |error: Errno| {
             let failed = dir.failed("cannot set the state file aside", &name, error.into());

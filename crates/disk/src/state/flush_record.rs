@@ -23,7 +23,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::page::{StatePage, TrackedFile};
 
 /// The record that a flush tracker reads and writes in a state file.
-pub(crate) struct FlushRecord {
+pub struct FlushRecord {
     /// Locked once for each tick of the clock, and for a failure.
     page: Mutex<StatePage>,
     file: TrackedFile,
@@ -38,7 +38,8 @@ pub(crate) struct FlushRecord {
 }
 
 impl FlushRecord {
-    pub(crate) fn new(page: StatePage, file: TrackedFile) -> Self {
+    /// The record of one of the files of an image, in `page`.
+    pub fn new(page: StatePage, file: TrackedFile) -> Self {
         let is_counting = AtomicBool::new(Self::counts(&page, file));
         let (stamped, has_zeroed) = (AtomicU64::new(0), AtomicBool::new(false));
         Self { page: Mutex::new(page), file, stamped, is_counting, has_zeroed }
@@ -66,14 +67,14 @@ impl FlushRecord {
     }
 
     /// Counts bytes that are about to be sent to the file, which has blocks of `block` bytes.
-    pub(crate) fn count(&self, range: ByteRange, block: u64) {
+    pub fn count(&self, range: ByteRange, block: u64) {
         if self.is_counting.load(Ordering::Relaxed) {
             self.add(sectors_of(range, block));
         }
     }
 
     /// Counts bytes that are about to be zeroed without being sent.
-    pub(crate) fn count_zeroing(&self, range: ByteRange, block: u64) {
+    pub fn count_zeroing(&self, range: ByteRange, block: u64) {
         self.count(range, block);
         if !self.has_zeroed.load(Ordering::Acquire) {
             self.count(range, block);
@@ -81,7 +82,7 @@ impl FlushRecord {
     }
 
     /// Notes that a zeroing has ended, successfully or not.
-    pub(crate) fn note_zeroed(&self) {
+    pub fn note_zeroed(&self) {
         self.has_zeroed.store(true, Ordering::Release);
     }
 

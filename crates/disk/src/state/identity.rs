@@ -22,19 +22,19 @@ const FUSE: u64 = 0x6573_5546;
 /// The identity of an image's file under any name. Equal for the same file in the same boot of the
 /// host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ImageIdentity {
+pub struct ImageIdentity {
     /// The device of the file system that has the file, or the block device itself.
-    pub(crate) device: u64,
+    pub device: u64,
     /// 0 for a block device.
-    pub(crate) inode: u64,
+    pub inode: u64,
     /// 0 if the birth is unknown.
-    pub(crate) birth: u64,
+    pub birth: u64,
 }
 
 impl ImageIdentity {
     /// # Errors
     /// The kernel's.
-    pub(crate) fn of(file: BorrowedFd<'_>) -> io::Result<Self> {
+    pub fn of(file: BorrowedFd<'_>) -> io::Result<Self> {
         let status = fstat(file)?;
         if FileType::from_raw_mode(status.st_mode) == FileType::BlockDevice {
             let birth = disk_sequence(status.st_rdev).unwrap_or(0);
@@ -49,7 +49,7 @@ impl ImageIdentity {
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn lasting(file: BorrowedFd<'_>) -> io::Result<Self> {
+    pub fn lasting(file: BorrowedFd<'_>) -> io::Result<Self> {
         let identity = Self::of(file)?;
         if !identity.may_change(file)? {
             return Ok(identity);
@@ -62,7 +62,7 @@ impl ImageIdentity {
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn may_change(self, file: BorrowedFd<'_>) -> io::Result<bool> {
+    pub fn may_change(self, file: BorrowedFd<'_>) -> io::Result<bool> {
         Ok(self.inode != 0 && self.birth == 0 && is_on_fuse(file)?)
     }
 
@@ -73,14 +73,14 @@ impl ImageIdentity {
 }
 
 /// The 64-bit hash of these bytes (FNV-1a), which is the same in every version of this program.
-pub(crate) fn fnv(bytes: &[u8]) -> u64 {
+pub fn fnv(bytes: &[u8]) -> u64 {
     const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
     const PRIME: u64 = 0x100_0000_01b3;
     bytes.iter().fold(BASIS, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(PRIME))
 }
 
 /// Whether a file is on FUSE.
-pub(crate) fn is_on_fuse(file: BorrowedFd<'_>) -> io::Result<bool> {
+pub fn is_on_fuse(file: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(fstatfs(file)?.f_type as u64 == FUSE)
 }
 
@@ -105,12 +105,12 @@ fn disk_sequence(device: u64) -> Option<u64> {
 
 /// The identity of a boot of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct BootId(u128);
+pub struct BootId(u128);
 
 impl BootId {
     /// # Errors
     /// If the host does not provide the ID (no `/proc`).
-    pub(crate) fn current() -> io::Result<Self> {
+    pub fn current() -> io::Result<Self> {
         let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
         Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no boot id"))
     }
@@ -127,7 +127,7 @@ impl BootId {
     }
 
     /// The id as bytes.
-    pub(crate) fn to_bytes(self) -> [u8; 16] {
+    pub fn to_bytes(self) -> [u8; 16] {
         self.0.to_be_bytes()
     }
 

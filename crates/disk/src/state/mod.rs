@@ -16,8 +16,8 @@
 //! The holder of the image's lock owns the state file: a process takes the lock before it opens the
 //! state file. So an image that is open without a lock has no state file.
 //!
-//! The code that opens images (`open/restore`) decides when a state file is made, replayed, refused
-//! and removed.
+//! The code that opens images (`images/restore`) decides when a state file is made, replayed,
+//! refused and removed.
 
 mod dir;
 mod file;
@@ -27,7 +27,7 @@ mod log_memory;
 mod page;
 
 pub use dir::StateDir;
-pub(crate) use file::{FoundState, StateFile};
-pub(crate) use flush_record::FlushRecord;
-pub(crate) use identity::{BootId, ImageIdentity, fnv, is_on_fuse};
-pub(crate) use page::{Owner, StatePage, TrackedFile};
+pub use file::{FoundState, StateFile};
+pub use flush_record::FlushRecord;
+pub use identity::{BootId, ImageIdentity, fnv, is_on_fuse};
+pub use page::{Owner, StatePage, TrackedFile};

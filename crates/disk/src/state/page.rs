@@ -43,7 +43,7 @@ const MAX_ERRNO: u64 = 4095;
 
 /// The file of an image that a flush tracker tracks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TrackedFile {
+pub enum TrackedFile {
     /// The file with the metadata, and with the data if there is no external data file.
     Image = 0,
     /// The external data file.
@@ -52,26 +52,26 @@ pub(crate) enum TrackedFile {
 
 /// The owner of a state file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Owner {
+pub struct Owner {
     /// The boot of the host in which the state file was made.
-    pub(crate) boot: BootId,
+    pub boot: BootId,
     /// The image.
-    pub(crate) image: ImageIdentity,
+    pub image: ImageIdentity,
     /// The image's path, for people.
-    pub(crate) path: PathBuf,
+    pub path: PathBuf,
     /// The process that made the file, for people.
-    pub(crate) process: u32,
+    pub process: u32,
 }
 
 /// The first page of a state file. Clones share the page.
 #[derive(Clone)]
-pub(crate) struct StatePage {
+pub struct StatePage {
     memory: Arc<dyn StateMemory>,
 }
 
 impl StatePage {
     /// A new page in `memory`, which has at least [`PAGE_BYTES`] bytes, all of them zero.
-    pub(crate) fn create(memory: Arc<dyn StateMemory>, owner: &Owner) -> Self {
+    pub fn create(memory: Arc<dyn StateMemory>, owner: &Owner) -> Self {
         let page = Self { memory };
         let [low, high] = owner.boot.words();
         for (word, value) in [
@@ -96,7 +96,7 @@ impl StatePage {
     }
 
     /// The file's owner.
-    pub(crate) fn owner(&self) -> Owner {
+    pub fn owner(&self) -> Owner {
         let word = |index| self.memory.load(index);
         Owner {
             boot: BootId::of_words(BOOT_ID_WORDS.map(word)),
@@ -112,13 +112,13 @@ impl StatePage {
 
     /// The time of the last write to the image, or of its opening: nanoseconds since the Unix
     /// epoch.
-    pub(crate) fn last_write(&self) -> u64 {
+    pub fn last_write(&self) -> u64 {
         self.memory.load(LAST_WRITE_WORD)
     }
 
     /// The time of the last write to the data file, or of its last change before the opening; 0 if
     /// unknown.
-    pub(crate) fn last_data_write(&self) -> u64 {
+    pub fn last_data_write(&self) -> u64 {
         self.memory.load(LAST_DATA_WRITE_WORD)
     }
 
@@ -140,7 +140,7 @@ impl StatePage {
     }
 
     /// Notes that the data file had its present content at this time.
-    pub(crate) fn raise_last_data_write(&self, nanoseconds: u64) {
+    pub fn raise_last_data_write(&self, nanoseconds: u64) {
         let last = self.last_data_write().max(nanoseconds);
         self.set_last_write_to(TrackedFile::Data, last);
     }
@@ -148,47 +148,47 @@ impl StatePage {
     /// Upper limit of the kernel's count of sectors written to the block device that is the data
     /// file. A higher count means that another program writes to the device. A word of
     /// [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 if sectors are not counted.
-    pub(crate) fn device_writes(&self) -> u64 {
+    pub fn device_writes(&self) -> u64 {
         self.memory.load(DEVICE_WRITES_WORD)
     }
 
     /// Sets [`device_writes`](Self::device_writes).
-    pub(crate) fn set_device_writes(&self, word: u64) {
+    pub fn set_device_writes(&self, word: u64) {
         self.memory.store(DEVICE_WRITES_WORD, word);
     }
 
     /// The modification time of the image's file before it was opened, by the clock of its file
     /// system; 0 if unknown. Nanoseconds since the Unix epoch, as [`opened`](Self::opened).
-    pub(crate) fn modified_before(&self) -> u64 {
+    pub fn modified_before(&self) -> u64 {
         self.memory.load(MODIFIED_BEFORE_WORD)
     }
 
     /// The time at which the image was opened.
-    pub(crate) fn opened(&self) -> u64 {
+    pub fn opened(&self) -> u64 {
         self.memory.load(OPENED_WORD)
     }
 
     /// Sets [`opened`](Self::opened) and [`modified_before`](Self::modified_before) in a new page.
-    pub(crate) fn set_opened(&self, opened: u64, modified_before: u64) {
+    pub fn set_opened(&self, opened: u64, modified_before: u64) {
         self.memory.store(MODIFIED_BEFORE_WORD, modified_before);
         self.memory.store(OPENED_WORD, opened);
         self.raise_last_write(opened);
     }
 
     /// Notes that the image had its present content at this time.
-    pub(crate) fn raise_last_write(&self, nanoseconds: u64) {
+    pub fn raise_last_write(&self, nanoseconds: u64) {
         let last = self.last_write().max(nanoseconds);
         self.set_last_write_to(TrackedFile::Image, last);
     }
 
     /// The errno of the first failed flush of a file.
-    pub(crate) fn failure(&self, file: TrackedFile) -> Option<i32> {
+    pub fn failure(&self, file: TrackedFile) -> Option<i32> {
         let errno = self.memory.load(FAILURE_WORDS[file as usize]);
         (1..=MAX_ERRNO).contains(&errno).then_some(errno as i32)
     }
 
     /// Keeps the errno of a failed flush, unless an errno is kept already.
-    pub(crate) fn set_failure(&self, file: TrackedFile, errno: i32) {
+    pub fn set_failure(&self, file: TrackedFile, errno: i32) {
         if self.failure(file).is_none() {
             self.memory.store(FAILURE_WORDS[file as usize], errno as u64);
         }
@@ -203,7 +203,7 @@ impl StatePage {
 
     /// Whether the image was closed in order, but the changes in the redo log could not be written
     /// to the disk.
-    pub(crate) fn is_clean(&self) -> bool {
+    pub fn is_clean(&self) -> bool {
         self.memory.load(CLEAN_WORD) != 0
     }
 

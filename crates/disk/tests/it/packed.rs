@@ -8,10 +8,10 @@ use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, Fallback, Request, Result, Storage, Unmap,
 };
 use blockhouse_disk::{
-    Access, BlockStatusCache, CacheMode, CompressResult, Disk, ImageFormat, ImageOptions,
-    MapEntryKind, Options,
+    Access, BlockStatusCache, CompressResult, Disk, ImageFormat, MapEntryKind, Options,
 };
 use blockhouse_format::qcow2::{self, Compression, CreateOptions};
+use blockhouse_images::{CacheMode, ImageOptions};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 use futures_util::future::join_all;
 
@@ -143,7 +143,7 @@ fn qemu_finds_what_was_packed() {
 fn change_file(image: &Path, cache: CacheMode, model: &mut [u8], random: &mut Rng) {
     let how = ImageOptions { access: Access::ReadWrite, ..options(cache) };
     block_on(async {
-        let disk = blockhouse_disk::open(image, how).await.unwrap();
+        let disk = blockhouse_images::open(image, how).await.unwrap();
         for _ in 0..12 {
             change(&disk, model, random).await.unwrap();
             if random.u8(..3) == 0 {

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{Buffer, Durability, Request};
-use blockhouse_disk::{Access, CacheMode, ImageOptions};
+use blockhouse_disk::Access;
+use blockhouse_images::{CacheMode, ImageOptions};
 
 use crate::qemu::{Folder, block_on, create, forget_backing_format, options, qemu_io, run};
 use crate::require_qemu;
@@ -25,7 +26,7 @@ fn used(image: &Path, how: Use) -> (Vec<u8>, Vec<u8>) {
     let before = std::fs::read(image).unwrap();
     block_on(async {
         let writing = ImageOptions { access: Access::ReadWrite, ..options(CacheMode::Writeback) };
-        let disk = blockhouse_disk::open(image, writing).await.unwrap();
+        let disk = blockhouse_images::open(image, writing).await.unwrap();
         let mut buffer = Buffer::new(4096);
         disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await.unwrap();
         if how == Use::Written {
@@ -114,7 +115,7 @@ fn an_image_of_small_clusters_whose_file_ends_inside_of_a_sector_is_opened_past_
     end(length + 100).unwrap();
     let open = async |access| {
         let options = ImageOptions { access, ..options(CacheMode::None) };
-        blockhouse_disk::open(&image, options).await
+        blockhouse_images::open(&image, options).await
     };
     block_on(async {
         open(Access::ReadOnly).await.expect("for reading");

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use blockhouse_core::{ByteRange, ErrorKind, Request};
-use blockhouse_disk::{BlockStatus, BlockStatusCache, CacheMode};
+use blockhouse_disk::{BlockStatus, BlockStatusCache};
+use blockhouse_images::CacheMode;
 
 use crate::qemu::{Folder, block_on, convert, create, options, qemu_io, read_all, run, scribble};
 use crate::require_qemu;
@@ -117,7 +118,7 @@ fn status_tells_holes_and_data_of_all_layers() {
     create(&top, &["-b", "base.qcow2", "-F", "qcow2"], 2 * MIB);
     qemu_io(&top, &["write -P 2 256k 64k".into()]);
     let found = block_on(async {
-        let disk = blockhouse_disk::open(&top, options(CacheMode::Writeback)).await.unwrap();
+        let disk = blockhouse_images::open(&top, options(CacheMode::Writeback)).await.unwrap();
         let mut rest = ByteRange::between(0, disk.size());
         let mut found: Vec<(BlockStatus, u64)> = Vec::new();
         let mut cache = BlockStatusCache::default();
@@ -143,7 +144,7 @@ fn status_tells_holes_and_data_of_all_layers() {
 
 /// The line that opening `image` for reading fails with.
 fn refusal(image: &Path) -> String {
-    let opened = block_on(blockhouse_disk::open(image, options(CacheMode::Writeback)));
+    let opened = block_on(blockhouse_images::open(image, options(CacheMode::Writeback)));
     opened.err().expect("it is refused").to_string()
 }
 
@@ -203,7 +204,7 @@ fn damaged_compressed_data_is_an_error_that_says_where() {
     for kind in ["compression_type=zlib", "compression_type=zstd"] {
         convert(&["-c", "-O", "qcow2", "-o", kind], &plain, &packed);
         let line = block_on(async {
-            let disk = blockhouse_disk::open(&packed, options(CacheMode::None)).await.unwrap();
+            let disk = blockhouse_images::open(&packed, options(CacheMode::None)).await.unwrap();
             let bytes = std::fs::read(&packed).unwrap();
             let at = crate::qemu::host_of_compressed(&packed);
             let mut damaged = bytes.clone();

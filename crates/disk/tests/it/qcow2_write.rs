@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
-use blockhouse_disk::{Access, CacheMode, ImageOptions};
+use blockhouse_disk::Access;
+use blockhouse_images::{CacheMode, ImageOptions};
 use blockhouse_sim::{Report, Rng, for_seeds};
 use futures_util::future::join_all;
 
@@ -93,7 +94,7 @@ fn request(step: &mut Step, random: &mut Rng) -> Request {
 /// Changes the image and the model alike.
 fn change(image: &Path, cache: CacheMode, model: &mut [u8], random: &mut Rng) {
     block_on(async {
-        let disk = blockhouse_disk::open(image, writing(cache)).await.unwrap();
+        let disk = blockhouse_images::open(image, writing(cache)).await.unwrap();
         for _ in 0..10 {
             let mut steps = batch(random);
             let requests: Vec<_> = steps.iter_mut().map(|step| request(step, random)).collect();
@@ -168,7 +169,7 @@ fn a_disk_that_grows_does_not_show_what_is_behind_it() {
     for size in [(1 << 20) + 512, 1 << 20] {
         create(&image, &["-b", "base.raw", "-F", "raw"], size);
         block_on(async {
-            let disk = blockhouse_disk::open(&image, writing(CacheMode::None)).await.unwrap();
+            let disk = blockhouse_images::open(&image, writing(CacheMode::None)).await.unwrap();
             disk.resize(3 << 20).await.unwrap();
             disk.close().await.unwrap();
         });

@@ -7,8 +7,9 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 use std::task::{Poll, Waker};
 
-use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+use blockhouse_disk::ImageFormat;
 use blockhouse_engine::{EngineChoice, EventLoop, spawn};
+use blockhouse_images::{ImageOptions, create, open};
 
 use super::*;
 

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use anyhow::Result;
-use blockhouse_disk::CacheMode;
 use blockhouse_engine::{Engine, EventLoop, FixedFiles, PageCache, probe_fixed_file};
+use blockhouse_images::CacheMode;
 
 use crate::bench::load::{Load, LoopSetup, Pattern, Sample, Work};
 use crate::bench::rows::{Case, Cases, Cost, Variant};

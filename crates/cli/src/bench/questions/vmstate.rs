@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockhouse_core::{Buffer, Durability, Request, Storage, rare};
-use blockhouse_disk::{
-    Access, CacheMode, Disk, ImageFormat, ImageOptions, StateUse, VmStateWriter, create, open,
-};
+use blockhouse_disk::{Access, Disk, ImageFormat, VmStateWriter};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{CacheMode, ImageOptions, StateUse, create, open};
 use hdrhistogram::Histogram;
 
 use crate::bench::load::{Clocks, End, MAX_BYTES, Sample, machine_clock, new_histogram};

@@ -8,8 +8,9 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, Request};
-use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, StateUse};
+use blockhouse_disk::{Access, DetectZeroes, Discard};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_images::{CacheMode, ImageOptions, Locking, StateUse};
 use blockhouse_sim::Rng;
 use parking_lot::{Mutex, MutexGuard};
 
@@ -158,7 +159,7 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
 /// All bytes of an image, read in pieces of many sizes.
 pub fn read_all(image: &Path, cache: CacheMode) -> Vec<u8> {
     block_on(async {
-        let disk = blockhouse_disk::open(image, options(cache)).await.unwrap();
+        let disk = blockhouse_images::open(image, options(cache)).await.unwrap();
         let mut bytes = Vec::new();
         for length in [512_u64, 4096, 3, 70_000, 65_536, 1 << 20].into_iter().cycle() {
             let offset = bytes.len() as u64;
