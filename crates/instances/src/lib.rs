@@ -9,7 +9,9 @@
 //! function is never inlined: [`rare`] is not, and the long-lived and the rare futures of the path
 //! go through it. And a function below mentions the future for [`ImageStorage`].
 //!
-//! The functions below are only compiled, and never called.
+//! The functions below are only compiled, and never called. They mention what is called for each
+//! request, each cluster or each table of an image. Changes of a header, of a bitmap or of a size
+//! are compiled in the crates above.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -18,11 +20,8 @@ use std::sync::Arc;
 
 use blockhouse_core::{Buffer, ByteRange, Request, Result, SyncMode, ToolProgress, rare};
 use blockhouse_disk::{
-    Access, AfterCommit, Amendments, BitmapAction, BitmapChange, BlockStatusCache, CompareJob,
-    Compress, CopyJob, ImageDisk, NewBitmap, QuiescedDisk, RangeCopy, StreamOptions, VmStateReader,
-    VmStateWriter, amend, change_bitmaps, check_not_marked, commit_overlay, copy_stream,
-    first_status_difference, flush_ahead, mark_incomplete, prepare_rebase, rename_data_file,
-    send_load, set_backing_file, take_space, warn_of_mark,
+    AfterCommit, BlockStatusCache, CompareJob, CopyJob, ImageDisk, RangeCopy, StreamOptions,
+    commit_overlay, copy_stream, first_status_difference, flush_ahead, send_load, take_space,
 };
 use blockhouse_engine::{Handle, Listener, Stream};
 use blockhouse_format::SpaceMode;
@@ -80,7 +79,7 @@ pub fn frozen(
     Ok((ViewStorage::new(frozen), writing))
 }
 
-/// Requests, and what the command line does with whole images.
+/// Requests, and the commands that read or write all of an image.
 pub fn tools<'a>(
     disk: &'a Arc<ImageDisk>,
     request: Request,
@@ -103,57 +102,18 @@ pub fn tools<'a>(
         copy_stream(disk, pieces, options, progress).await?;
         disk.map_entry(range, &mut BlockStatusCache::default()).await?;
         disk.image().check_with(progress).await?;
-        disk.image().read_encryption().await?;
         commit_overlay(disk, disk, AfterCommit::Keep, progress).await?;
-        prepare_rebase(disk, None, Compress::Nothing, progress).await?;
-        set_backing_file(disk, None).await?;
-        amend(disk, Amendments::default()).await?;
-        rename_data_file(disk, b"").await?;
-        mark_incomplete(disk, "").await?;
-        check_not_marked(disk).await?;
-        warn_of_mark(disk).await;
         rare(repair_with(storage, repair, progress)).await.map(drop)
     })
 }
 
-/// A machine's state.
-pub fn vm_state<'a>(
-    writer: &'a mut VmStateWriter<'a, ImageStorage>,
-    reader: &'a mut VmStateReader<'a, ImageStorage>,
-) -> LocalBoxFuture<'a, Result<()>> {
+/// Changes whose time grows with the disk.
+pub fn changes(disk: &ImageDisk) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move {
-        writer.write(0, b"").await?;
-        writer.finish("").await?;
-        reader.next().await.map(drop)
-    })
-}
-
-/// Changes of a whole disk.
-pub fn changes<'a>(
-    disk: &'a ImageDisk,
-    bitmap: &'a NewBitmap,
-    all: &'a [(&'a QuiescedDisk<'a, ImageStorage>, &'a [BitmapChange])],
-) -> LocalBoxFuture<'a, Result<()>> {
-    rare(async move {
-        let (bitmaps, snapshots) = (disk.bitmaps(), disk.snapshots());
-        bitmaps.list().await?;
-        bitmaps.add(bitmap).await?;
-        bitmaps.change("", BitmapAction::Remove).await?;
-        bitmaps.merge("", disk, "").await?;
-        rare(bitmaps.copy("", 0)).await?;
-        bitmaps.prepare(&[]).await?;
-        change_bitmaps(all).await?;
-        snapshots.list().await?;
+        let snapshots = disk.snapshots();
         snapshots.create("").await?;
         snapshots.apply("").await?;
         snapshots.delete("").await?;
-        snapshots.rename("", "").await?;
-        disk.resize(0).await?;
-        disk.shrink(0).await?;
-        disk.set_access(Access::ReadOnly).await?;
-        disk.jobs().name_backing(b"").await?;
-        disk.jobs().detach_backing(None).await?;
-        bitmaps.extents_in_chain("", ByteRange::between(0, 0), 0).await?;
         disk.close().await?;
         rare(flush_ahead(&[disk], SyncMode::Full)).await.map(drop)
     })
