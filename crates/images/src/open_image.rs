@@ -61,8 +61,8 @@ pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<Ima
 
 impl HandedOverDisk {
     /// As [`open`], by the files that another process has open
-    /// ([`chain_files`](StoredImage::chain_files)). Until [`take_over`](Self::take_over) this
-    /// process changes nothing, and the state file belongs to the other process. `behind`, if
+    /// ([`chain_files`](crate::chain_files)). Until [`take_over`](Self::take_over) this process
+    /// changes nothing, and the state file belongs to the other process. `behind`, if
     /// given, is the backing file of the last image in `files`.
     ///
     /// # Errors
@@ -311,8 +311,8 @@ impl CommitChain {
 }
 
 /// Opens the backing file of a disk for writing while the disk is used, with all further backing
-/// files: for [`attach_base`](crate::DiskJobs::attach_base). `path` is the path of the disk's
-/// image, and `options` are those that it was opened with. From now on other programs can neither
+/// files, for [`attach_base`](blockhouse_disk::DiskJobs::attach_base). `path` is the path of the
+/// disk's image, and `options` are those that it was opened with. From now on other programs can neither
 /// read nor write the backing file. Until [`keep_state`](crate::keep_state) is called, a kill of
 /// the process loses acknowledged but unflushed changes of the backing file. The caller keeps the
 /// guard until the disk reads through the new opening, and then [keeps](ReaderLocksGuard::keep) the

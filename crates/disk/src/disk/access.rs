@@ -68,7 +68,7 @@ pub(super) fn check_writable_at<S: Storage>(disk: &Disk<S>, offset: u64) -> Resu
 }
 
 /// Whether a disk's image is open for reading only and without a lock, because another program may
-/// change it, until it is [opened again](crate::reopen).
+/// change it, until it is opened again.
 pub fn is_inactive<S: Storage>(disk: &Disk<S>) -> bool {
     disk.image().options.is_inactive
 }

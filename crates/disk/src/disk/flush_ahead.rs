@@ -115,11 +115,11 @@ async fn flush_round<S: Storage>(disk: &Disk<S>, sync: SyncMode) -> Result<()> {
     }
 }
 
-/// [Flushes](flush_ahead) the disk ahead, and then quiesces it as [`Disk::quiesce`]. For changes of
+/// [Flushes](flush_ahead) the disk ahead, and then quiesces it as `Disk::quiesce`. For changes of
 /// the image that write and flush while the guest's writes are held off.
 ///
 /// # Errors
-/// As [`Disk::quiesce`]; errors of the storage.
+/// As `Disk::quiesce`; errors of the storage.
 pub async fn quiesce_flushed<S: Storage>(
     disk: &Disk<S>,
     sync: SyncMode,

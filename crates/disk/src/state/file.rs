@@ -178,7 +178,7 @@ impl StateFile {
     }
 
     /// Renames an image's state file to a free name, so that each refused file can be examined. If
-    /// [`MAX_ASIDE`] names are in use, the last one is replaced. Returns the path, for messages.
+    /// `MAX_ASIDE` names are in use, the last one is replaced. Returns the path, for messages.
     ///
     /// # Errors
     /// The host's, with the file's name.

@@ -70,7 +70,7 @@ pub struct StatePage {
 }
 
 impl StatePage {
-    /// A new page in `memory`, which has at least [`PAGE_BYTES`] bytes, all of them zero.
+    /// A new page in `memory`, which has at least `PAGE_BYTES` bytes, all of them zero.
     pub fn create(memory: Arc<dyn StateMemory>, owner: &Owner) -> Self {
         let page = Self { memory };
         let [low, high] = owner.boot.words();
