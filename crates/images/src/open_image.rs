@@ -312,11 +312,11 @@ impl CommitChain {
 
 /// Opens the backing file of a disk for writing while the disk is used, with all further backing
 /// files, for [`attach_base`](blockhouse_disk::DiskJobs::attach_base). `path` is the path of the
-/// disk's image, and `options` are those that it was opened with. From now on other programs can neither
-/// read nor write the backing file. Until [`keep_state`](crate::keep_state) is called, a kill of
-/// the process loses acknowledged but unflushed changes of the backing file. The caller keeps the
-/// guard until the disk reads through the new opening, and then [keeps](ReaderLocksGuard::keep) the
-/// locks. Needs the event loop of the current thread.
+/// disk's image, and `options` are those that it was opened with. From now on other programs can
+/// neither read nor write the backing file. Until [`keep_state`](crate::keep_state) is called, a
+/// kill of the process loses acknowledged but unflushed changes of the backing file. The caller
+/// keeps the guard until the disk reads through the new opening, and then
+/// [keeps](ReaderLocksGuard::keep) the locks. Needs the event loop of the current thread.
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` if there is no backing file, another file has its name now, or its
