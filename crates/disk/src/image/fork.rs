@@ -1,4 +1,4 @@
-//! An overlay over the image that a disk is using: see *Forks* in README.md of the crate.
+//! An overlay over the image that a disk is using: see *Forks* in README.md of crates/images.
 //!
 //! Guarantees: no read of an overlay begins before the last change of the image below has ended;
 //! the caller ensures this. A flush of the overlay also covers changes that the image below
