@@ -20,7 +20,7 @@ use blockhouse_images::{
 use serde_json::json;
 
 use crate::called_as;
-use crate::check_words;
+use crate::check_words::{self, Repairs};
 use crate::create::wrong_usage;
 use crate::foreign_create::random_bytes;
 use crate::image_args::ImageArgs;
@@ -106,9 +106,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
     if called_as::is_qemu_img() {
-        check_words::lines(found, arguments.repair.is_some())
-            .iter()
-            .for_each(|line| output::tell(line));
+        for line in lines_of_qemu(arguments.repair, found, repaired.as_ref()) {
+            output::tell(&line);
+        }
     } else {
         for problem in &found.problems {
             output::tell(&format!("blockhouse: {name}: {problem}"));
@@ -129,6 +129,24 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         CheckReport { leaks: 1.., .. } => ExitCode::from(LEAKS),
         _ => ExitCode::SUCCESS,
     })
+}
+
+/// The lines of `qemu-img` for findings, and after a repair for those that are left.
+fn lines_of_qemu(
+    scope: Option<RepairScope>,
+    found: &CheckReport,
+    repaired: Option<&RepairReport>,
+) -> Vec<String> {
+    let repairs = match scope {
+        None => Repairs::Nothing,
+        Some(RepairScope::Leaks) => Repairs::Leaks,
+        Some(RepairScope::All) => Repairs::All,
+    };
+    let mut lines = check_words::lines(found, repairs);
+    // The second check follows only if something was repaired.
+    let changed = repaired.filter(|one| one.corruptions_fixed() > 0 || one.leaks_fixed() > 0);
+    lines.extend(changed.iter().flat_map(|one| check_words::lines(&one.left, Repairs::Nothing)));
+    lines
 }
 
 async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome> {
@@ -187,6 +205,9 @@ async fn repair_image(
         ImageFormat::Foreign(ForeignKind::Vhdx) => {
             return replay_log(arguments, image, options, progress).await;
         }
+        ImageFormat::Foreign(_) if called_as::is_qemu_img() => {
+            return Ok(Outcome::NotCheckable(format.as_str()));
+        }
         ImageFormat::Foreign(_) => bail!(
             "{}: {} images are checked, but not repaired: repair it with the program that made it",
             image.display(),
@@ -241,14 +262,13 @@ struct FixCounts {
 impl FixCounts {
     fn of(repaired: &RepairReport) -> Self {
         let corruptions = repaired.corruptions_fixed();
-        // qemu-img finds and fixes these flags only after the refcounts are correct.
-        let follow =
-            if called_as::is_qemu_img() && repaired.left.corruptions == 0 && corruptions > 0 {
-                repaired.found.flags_to_follow
-            } else {
-                0
-            };
-        Self { corruptions: corruptions + follow, leaks: repaired.leaks_fixed() }
+        let leaks = repaired.leaks_fixed();
+        if !called_as::is_qemu_img() || repaired.left.corruptions > 0 || corruptions == 0 {
+            return Self { corruptions, leaks };
+        }
+        // qemu-img compares flags only after the refcounts are correct.
+        let CheckReport { flags_to_follow: follow, flags_to_keep: keep, .. } = repaired.found;
+        Self { corruptions: (corruptions + follow).saturating_sub(keep), leaks }
     }
 }
 

@@ -2,24 +2,32 @@
 //! scripts look for these lines.
 
 use blockhouse_disk::CheckReport;
-use blockhouse_format::qcow2::Finding;
+use blockhouse_format::qcow2::{Finding, Refcounts};
+
+/// The repair that lines are printed for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Repairs {
+    /// None: a check.
+    Nothing,
+    /// Of refcounts that are too high.
+    Leaks,
+    /// Of all refcounts and flags.
+    All,
+}
 
 /// A line for each finding, without flags that follow from a wrong refcount. For a repair, each
-/// refcount has a line `Repairing` in addition, and each flag has only that line. As in `qemu-img
-/// check`, bad references to a cluster come first.
-pub fn lines(found: &CheckReport, is_repair: bool) -> Vec<String> {
-    let is_late = |finding: &&Finding| {
-        matches!(finding, Finding::Refcount { .. } | Finding::CopiedFlag { .. })
-    };
-    let early = found.findings.iter().filter(|finding| !is_late(finding)).filter_map(line);
-    let counts = || {
-        let all = found.findings.iter();
-        all.filter(|finding| matches!(finding, Finding::Refcount { .. }))
-    };
-    let repaired = counts().filter(|_| is_repair).filter_map(repair_line);
-    let flags = found.findings.iter().filter(|one| matches!(one, Finding::CopiedFlag { .. }));
-    let flags = flags.filter_map(|flag| if is_repair { repair_line(flag) } else { line(flag) });
-    early.chain(counts().filter_map(line)).chain(repaired).chain(flags).collect()
+/// refcount has a second line, `Repairing` if it is repaired, and flags have the one line of what
+/// is left of them. As in `qemu-img check`, bad references to a cluster come first.
+pub fn lines(found: &CheckReport, repairs: Repairs) -> Vec<String> {
+    let all = || found.findings.iter();
+    let is_count = |finding: &&Finding| matches!(finding, Finding::Refcount { .. });
+    let is_flag = |finding: &&Finding| matches!(finding, Finding::CopiedFlag { .. });
+    let early = all().filter(|finding| !is_count(finding) && !is_flag(finding)).filter_map(line);
+    let counts = all().filter(is_count).filter_map(line);
+    let repaired = all().filter(|finding| is_count(finding) && repairs != Repairs::Nothing);
+    let flags = all().filter(is_flag);
+    let late = repaired.chain(flags).filter_map(|finding| line_of_repair(finding, repairs));
+    early.chain(counts).chain(late).collect()
 }
 
 fn line(finding: &Finding) -> Option<String> {
@@ -33,12 +41,22 @@ fn line(finding: &Finding) -> Option<String> {
             let what = if recorded > counted { "Leaked" } else { "ERROR" };
             format!("{what} {}", of_cluster(finding)?)
         }
-        Finding::CopiedFlag { follows: true, .. } => return None,
+        Finding::CopiedFlag { contradicts: Refcounts::Counted, .. } => return None,
         Finding::CopiedFlag { .. } => format!("ERROR {}", of_flag(finding)?),
     })
 }
 
-fn repair_line(finding: &Finding) -> Option<String> {
+fn line_of_repair(finding: &Finding, repairs: Repairs) -> Option<String> {
+    let is_leak =
+        matches!(finding, Finding::Refcount { recorded, counted, .. } if recorded > counted);
+    match repairs {
+        Repairs::Nothing => return line(finding),
+        Repairs::Leaks if !is_leak => return line(finding),
+        Repairs::Leaks | Repairs::All => {}
+    }
+    if let Finding::CopiedFlag { contradicts: Refcounts::OnDisk, .. } = finding {
+        return None;
+    }
     of_cluster(finding).or_else(|| of_flag(finding)).map(|what| format!("Repairing {what}"))
 }
 
@@ -72,14 +90,19 @@ mod tests {
         let findings = vec![
             Finding::Words("a bitmap is bad".into()),
             Finding::Refcount { cluster: 6, recorded: 1, counted: 3 },
-            Finding::CopiedFlag { l1_index: None, entry: 0xc0, refcount: 3, follows: true },
+            Finding::CopiedFlag {
+                l1_index: None,
+                entry: 0xc0,
+                refcount: 3,
+                contradicts: Refcounts::Counted,
+            },
             Finding::Refcount { cluster: 7, recorded: 2, counted: 1 },
             Finding::PastEnd { offset: 1 << 20, length: 512 },
         ];
         let found = CheckReport { findings, ..CheckReport::default() };
         let past =
             "exceeding the end of the file by one cluster or more: offset 0x100000 size 0x200";
-        let plain = lines(&found, false);
+        let plain = lines(&found, Repairs::Nothing);
         assert!(plain[1].ends_with(past), "{plain:?}");
         let counts =
             ["ERROR cluster 6 refcount=1 reference=3", "Leaked cluster 7 refcount=2 reference=1"];
@@ -87,8 +110,12 @@ mod tests {
             (plain[0].as_str(), &plain[2..]),
             ("ERROR: a bitmap is bad", &counts.map(str::to_owned)[..])
         );
-        let repaired = lines(&found, true);
+        let repaired = lines(&found, Repairs::All);
         assert_eq!(repaired[4], "Repairing cluster 6 refcount=1 reference=3");
         assert_eq!(repaired[6], "Repairing OFLAG_COPIED data cluster: l2_entry=c0 refcount=3");
+        let leaks = lines(&found, Repairs::Leaks);
+        assert_eq!(leaks[4], "ERROR cluster 6 refcount=1 reference=3");
+        assert_eq!(leaks[5], "Repairing cluster 7 refcount=2 reference=1");
+        assert_eq!(leaks.len(), 6, "{leaks:?}");
     }
 }

@@ -13,6 +13,8 @@ use blockhouse_tests::{
 };
 use serde_json::Value;
 
+use crate::storage_daemon::called;
+
 const CLUSTER: u64 = 64 << 10;
 const COPIED: u64 = 1 << 63;
 
@@ -100,6 +102,39 @@ impl Patient {
 }
 
 const INTACT: [&str; 3] = ["read -P 1 0 1M", "read -P 2 2M 1M", "read -P 0 1M 1M"];
+
+#[test]
+fn a_repair_is_told_as_qemu_img_tells_it() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "told.qcow2", "compat=1.1");
+    qemu_img(&["snapshot", "-c", "s", str(&patient.path)]).success();
+    // One of two references is not counted, and another cluster is counted too often.
+    let [low, high] = [0, 1].map(|index| patient.refcount(patient.cluster_of(index)));
+    patient.set(low, &1u16.to_be_bytes());
+    patient.set(high, &5u16.to_be_bytes());
+    let ours = |line: &[&str]| run(called(&scratch, "qemu-img").args(line));
+    for scope in ["leaks", "all"] {
+        let copy = scratch.path(scope);
+        let line = ["check", "-f", "qcow2", "-r", scope, str(&copy)];
+        let told = [true, false].map(|is_ours| {
+            std::fs::copy(&patient.path, &copy).expect("a copy");
+            let outcome = if is_ours { ours(&line) } else { qemu_img(&line) };
+            (outcome.status.code(), outcome.stdout, outcome.stderr)
+        });
+        assert_eq!(told[0], told[1], "-r {scope}");
+    }
+    let vmdk = scratch.path("disk.vmdk");
+    qemu_img(&["create", "-f", "vmdk", str(&vmdk), "1M"]).success();
+    let line = ["check", "-f", "vmdk", "-r", "all", str(&vmdk)];
+    let outcome = ours(&line);
+    assert_eq!(
+        outcome.status.code(),
+        qemu_img(&line).status.code(),
+        "{}",
+        outcome.describe("vmdk")
+    );
+}
 
 #[test]
 fn leaks_are_given_back() {

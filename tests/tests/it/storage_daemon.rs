@@ -35,7 +35,7 @@ pub(crate) fn ours(scratch: &Scratch) -> Command {
 }
 
 /// The program under test, under this name.
-fn called(scratch: &Scratch, name: &str) -> Command {
+pub(crate) fn called(scratch: &Scratch, name: &str) -> Command {
     let folder = scratch.path("bin");
     let program = folder.join(name);
     if !program.exists() {

@@ -53,7 +53,7 @@ fn exit_status(path: &str) -> Roff {
             ("1", "The check could not be made, or the command line is wrong."),
             ("2", "The image is corrupt."),
             ("3", "The image has leaked clusters, and no other errors."),
-            ("63", "The format has nothing to check."),
+            ("63", "The format has nothing to check; as qemu-img: or to repair."),
         ],
         "compare" => &[
             ("0", "The images have the same content."),

@@ -43,7 +43,7 @@ use blockhouse_core::{
 use crate::{Abort, Intent, MetadataSync};
 
 pub use check::create::{CreateOptions, NewEncryption, Preallocation, create, create_with};
-pub use check::finding::Finding;
+pub use check::finding::{Finding, Refcounts};
 pub use check::repair::{REPAIR_PASSES, Repair, RepairReport, repair, repair_with};
 pub use check::report::CheckReport;
 pub use check::truncation::Truncation;

@@ -27,9 +27,20 @@ pub enum Finding {
         l1_index: Option<u64>,
         /// The entry.
         entry: u64,
-        /// The refcount that the flag must agree with.
+        /// The refcount that the flag contradicts; the one on disk if it contradicts both.
         refcount: u64,
-        /// Whether the flag agrees with the refcount on disk, which is itself wrong.
-        follows: bool,
+        /// Which refcount the flag contradicts.
+        contradicts: Refcounts,
     },
+}
+
+/// The refcounts of a cluster that the flag of an entry may contradict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refcounts {
+    /// The one on disk, and the number of references.
+    Both,
+    /// The one on disk only: a repair of the refcount is enough.
+    OnDisk,
+    /// The number of references only: a repair changes the refcount and the flag.
+    Counted,
 }

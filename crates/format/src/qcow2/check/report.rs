@@ -14,7 +14,7 @@ use crate::qcow2::layout::words;
 
 use super::counts::Counts;
 use super::disk_refcounts::{DiskRefcounts, merge_counts};
-use super::finding::Finding;
+use super::finding::{Finding, Refcounts};
 use super::references::References;
 use super::snapshot_survey::L1Location;
 
@@ -44,6 +44,9 @@ pub struct CheckReport {
     /// Entries whose COPIED flag agrees with a wrong refcount on disk: a repair changes both. They
     /// do not count as further corruptions, but are among `findings`.
     pub flags_to_follow: u64,
+    /// Entries whose COPIED flag is right and contradicts a wrong refcount on disk: corruptions
+    /// that a repair of the refcount ends.
+    pub flags_to_keep: u64,
 }
 
 /// Checks the image that `header`, as it is on disk, describes. The image must not change during
@@ -98,12 +101,14 @@ pub(crate) async fn check_tables<S: Storage>(
         recorded: &recorded,
         counts: &counts,
         to_follow: 0,
+        to_keep: 0,
         reader: SparseReader::new(storage, header.geometry),
         checked: HashSet::new(),
         progress,
     };
     flags.check(&mut references).await?;
     report.flags_to_follow = flags.to_follow;
+    report.flags_to_keep = flags.to_keep;
     report.corruptions = references.corruptions;
     report.problems = references.problems;
     report.findings = references.findings;
@@ -119,6 +124,8 @@ struct CopiedFlagCheck<'a, S> {
     counts: &'a Counts,
     /// See [`CheckReport::flags_to_follow`].
     to_follow: u64,
+    /// See [`CheckReport::flags_to_keep`].
+    to_keep: u64,
     reader: SparseReader<'a, S>,
     /// The offsets of the L2 tables that were checked: each table is read once, however many L1
     /// entries refer to it.
@@ -201,22 +208,25 @@ impl<S: Storage> CopiedFlagCheck<'_, S> {
         let recorded = self.recorded.get(cluster);
         let counted = self.counts.get(cluster);
         let entry = entry::l1_word(reference);
-        let finding = |refcount: u32, follows| Finding::CopiedFlag {
+        let finding = |refcount: u32, contradicts| Finding::CopiedFlag {
             l1_index,
             entry,
             refcount: refcount.into(),
-            follows,
+            contradicts,
         };
+        let is_right = (counted == 1) == reference.is_copied();
         if (recorded == 1) != reference.is_copied() {
+            self.to_keep += u64::from(is_right);
+            let contradicts = if is_right { Refcounts::OnDisk } else { Refcounts::Both };
             let flag = if reference.is_copied() { "set" } else { "not set" };
             let what = format!(
                 "the {what} at offset {} has refcount {recorded}, but its COPIED flag is {flag}",
                 reference.offset
             );
-            references.problem_with(what, finding(recorded, false));
-        } else if (counted == 1) != reference.is_copied() {
+            references.problem_with(what, finding(recorded, contradicts));
+        } else if !is_right {
             self.to_follow += 1;
-            references.find(finding(counted, true));
+            references.find(finding(counted, Refcounts::Counted));
         }
     }
 }
