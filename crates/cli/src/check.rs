@@ -20,7 +20,7 @@ use blockhouse_images::{
 use serde_json::json;
 
 use crate::called_as;
-use crate::check_words::{self, Repairs};
+use crate::check_words;
 use crate::create::wrong_usage;
 use crate::foreign_create::random_bytes;
 use crate::image_args::ImageArgs;
@@ -61,6 +61,15 @@ enum RepairScope {
     All,
 }
 
+impl From<RepairScope> for Repair {
+    fn from(scope: RepairScope) -> Self {
+        match scope {
+            RepairScope::Leaks => Self::Leaks,
+            RepairScope::All => Self::All,
+        }
+    }
+}
+
 /// The outcome of the command, with the format's name.
 enum Outcome {
     /// There is nothing to check in this format.
@@ -81,9 +90,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         );
     }
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let progress =
-        ToolProgress::in_passes(if arguments.repair.is_some() { REPAIR_PASSES } else { 1 });
-    let work = || match arguments.repair {
+    let repair = arguments.repair.map(Repair::from);
+    let progress = ToolProgress::in_passes(if repair.is_some() { REPAIR_PASSES } else { 1 });
+    let work = || match repair {
         None => event_loop.block_on(check(arguments, &progress)),
         Some(what) => event_loop.block_on(repair_image(arguments, what, &progress)),
     };
@@ -105,10 +114,13 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         }
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
+    let fixed = repaired.as_ref().map_or(FixCounts::default(), FixCounts::of);
     if called_as::is_qemu_img() {
-        for line in lines_of_qemu(arguments.repair, found, repaired.as_ref()) {
-            output::tell(&line);
+        let mut lines = check_words::lines(found, repair);
+        if fixed.is_any() {
+            lines.extend(check_words::lines(&report, None));
         }
+        lines.iter().for_each(|line| output::tell(line));
     } else {
         for problem in &found.problems {
             output::tell(&format!("blockhouse: {name}: {problem}"));
@@ -117,7 +129,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     for fault in repaired.iter().flat_map(|repaired| &repaired.snapshots) {
         output::tell(&format!("blockhouse: {name}: SNAPSHOT TABLE REPAIRED: {fault}"));
     }
-    let fixed = repaired.as_ref().map_or(FixCounts::default(), FixCounts::of);
     let text = if image.is_json() {
         as_json((&name, format), &report, fixed, pending.as_ref())
     } else {
@@ -129,24 +140,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         CheckReport { leaks: 1.., .. } => ExitCode::from(LEAKS),
         _ => ExitCode::SUCCESS,
     })
-}
-
-/// The lines of `qemu-img` for findings, and after a repair for those that are left.
-fn lines_of_qemu(
-    scope: Option<RepairScope>,
-    found: &CheckReport,
-    repaired: Option<&RepairReport>,
-) -> Vec<String> {
-    let repairs = match scope {
-        None => Repairs::Nothing,
-        Some(RepairScope::Leaks) => Repairs::Leaks,
-        Some(RepairScope::All) => Repairs::All,
-    };
-    let mut lines = check_words::lines(found, repairs);
-    // The second check follows only if something was repaired.
-    let changed = repaired.filter(|one| one.corruptions_fixed() > 0 || one.leaks_fixed() > 0);
-    lines.extend(changed.iter().flat_map(|one| check_words::lines(&one.left, Repairs::Nothing)));
-    lines
 }
 
 async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome> {
@@ -180,7 +173,7 @@ async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome
 
 async fn repair_image(
     arguments: &Arguments,
-    what: RepairScope,
+    what: Repair,
     progress: &ToolProgress,
 ) -> Result<Outcome> {
     let named = arguments.image.to_change()?;
@@ -215,9 +208,9 @@ async fn repair_image(
         ),
         ImageFormat::Qcow2 => {}
     }
-    let (what, if_corrupt) = match what {
-        RepairScope::Leaks => (Repair::Leaks, IfCorrupt::Fail),
-        RepairScope::All => (Repair::All, IfCorrupt::SetAside),
+    let if_corrupt = match what {
+        Repair::Leaks => IfCorrupt::Fail,
+        Repair::All => IfCorrupt::SetAside,
     };
     // The image is opened with its state file, which has the completed writes of a killed server.
     // Otherwise the repair would free the clusters of these writes as leaks.
@@ -260,6 +253,10 @@ struct FixCounts {
 }
 
 impl FixCounts {
+    fn is_any(self) -> bool {
+        self.corruptions > 0 || self.leaks > 0
+    }
+
     fn of(repaired: &RepairReport) -> Self {
         let corruptions = repaired.corruptions_fixed();
         let leaks = repaired.leaks_fixed();
@@ -300,8 +297,8 @@ fn as_text(report: &CheckReport, fixed: FixCounts) -> String {
 /// The findings and repairs, in the words of `qemu-img check`.
 fn words_of_qemu(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
     let mut lines = Vec::new();
-    let FixCounts { corruptions, leaks } = fixed;
-    if corruptions > 0 || leaks > 0 {
+    if fixed.is_any() {
+        let FixCounts { corruptions, leaks } = fixed;
         lines.push(format!(
             "The following inconsistencies were found and repaired:\n\n    {leaks} leaked clusters\n    {corruptions} \
              corruptions\n\nDouble checking the fixed image now..."
@@ -328,7 +325,7 @@ fn words_of_qemu(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
 /// The findings and repairs in our own words.
 fn words_of(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
     let mut lines = Vec::new();
-    if fixed.corruptions > 0 || fixed.leaks > 0 {
+    if fixed.is_any() {
         let FixCounts { corruptions, leaks } = fixed;
         lines.push(format!("Repaired: {leaks} leaked clusters, {corruptions} corruptions."));
     }

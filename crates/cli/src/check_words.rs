@@ -2,31 +2,20 @@
 //! scripts look for these lines.
 
 use blockhouse_disk::CheckReport;
-use blockhouse_format::qcow2::{Finding, Refcounts};
-
-/// The repair that lines are printed for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Repairs {
-    /// None: a check.
-    Nothing,
-    /// Of refcounts that are too high.
-    Leaks,
-    /// Of all refcounts and flags.
-    All,
-}
+use blockhouse_format::qcow2::{Finding, Refcounts, Repair};
 
 /// A line for each finding, without flags that follow from a wrong refcount. For a repair, each
 /// refcount has a second line, `Repairing` if it is repaired, and flags have the one line of what
 /// is left of them. As in `qemu-img check`, bad references to a cluster come first.
-pub fn lines(found: &CheckReport, repairs: Repairs) -> Vec<String> {
+pub fn lines(found: &CheckReport, repair: Option<Repair>) -> Vec<String> {
     let all = || found.findings.iter();
     let is_count = |finding: &&Finding| matches!(finding, Finding::Refcount { .. });
     let is_flag = |finding: &&Finding| matches!(finding, Finding::CopiedFlag { .. });
     let early = all().filter(|finding| !is_count(finding) && !is_flag(finding)).filter_map(line);
     let counts = all().filter(is_count).filter_map(line);
-    let repaired = all().filter(|finding| is_count(finding) && repairs != Repairs::Nothing);
+    let repaired = all().filter(|finding| is_count(finding) && repair.is_some());
     let flags = all().filter(is_flag);
-    let late = repaired.chain(flags).filter_map(|finding| line_of_repair(finding, repairs));
+    let late = repaired.chain(flags).filter_map(|finding| line_of_repair(finding, repair));
     early.chain(counts).chain(late).collect()
 }
 
@@ -46,13 +35,13 @@ fn line(finding: &Finding) -> Option<String> {
     })
 }
 
-fn line_of_repair(finding: &Finding, repairs: Repairs) -> Option<String> {
+fn line_of_repair(finding: &Finding, repair: Option<Repair>) -> Option<String> {
     let is_leak =
         matches!(finding, Finding::Refcount { recorded, counted, .. } if recorded > counted);
-    match repairs {
-        Repairs::Nothing => return line(finding),
-        Repairs::Leaks if !is_leak => return line(finding),
-        Repairs::Leaks | Repairs::All => {}
+    match repair {
+        None => return line(finding),
+        Some(Repair::Leaks) if !is_leak => return line(finding),
+        Some(Repair::Leaks | Repair::All) => {}
     }
     if let Finding::CopiedFlag { contradicts: Refcounts::OnDisk, .. } = finding {
         return None;
@@ -102,7 +91,7 @@ mod tests {
         let found = CheckReport { findings, ..CheckReport::default() };
         let past =
             "exceeding the end of the file by one cluster or more: offset 0x100000 size 0x200";
-        let plain = lines(&found, Repairs::Nothing);
+        let plain = lines(&found, None);
         assert!(plain[1].ends_with(past), "{plain:?}");
         let counts =
             ["ERROR cluster 6 refcount=1 reference=3", "Leaked cluster 7 refcount=2 reference=1"];
@@ -110,10 +99,10 @@ mod tests {
             (plain[0].as_str(), &plain[2..]),
             ("ERROR: a bitmap is bad", &counts.map(str::to_owned)[..])
         );
-        let repaired = lines(&found, Repairs::All);
+        let repaired = lines(&found, Some(Repair::All));
         assert_eq!(repaired[4], "Repairing cluster 6 refcount=1 reference=3");
         assert_eq!(repaired[6], "Repairing OFLAG_COPIED data cluster: l2_entry=c0 refcount=3");
-        let leaks = lines(&found, Repairs::Leaks);
+        let leaks = lines(&found, Some(Repair::Leaks));
         assert_eq!(leaks[4], "ERROR cluster 6 refcount=1 reference=3");
         assert_eq!(leaks[5], "Repairing cluster 7 refcount=2 reference=1");
         assert_eq!(leaks.len(), 6, "{leaks:?}");

@@ -59,14 +59,12 @@ pub use dirty_map::DirtyMap;
 pub use disk::{
     Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, FlushedAhead,
     FurtherBase, Hold, HoldChange, HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk,
-    QuiescedGuard, ReplacedImage, check_overlay_size, flush_ahead, is_inactive,
-    preferred_block_size, quiesce_flushed,
+    ReplacedImage, check_overlay_size, flush_ahead, is_inactive, preferred_block_size,
+    quiesce_flushed,
 };
-pub use durability::FlushTracker;
 pub use image::{EarlierWrites, Image, LayerInfo, takes_kernel_pages};
 pub use layer::{
-    BackingWait, BlockStatus, BlockStatusCache, DataCipher, DataEncryption, Layer, MapEntry,
-    MapEntryKind, OpenedLayers, Stability, Stands,
+    BackingWait, BlockStatus, BlockStatusCache, DataEncryption, Layer, MapEntry, MapEntryKind,
 };
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use options::{

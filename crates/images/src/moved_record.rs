@@ -5,9 +5,9 @@
 //! no guest continues on an old version of its disk. The record is written durably before the other
 //! image becomes complete. After a crash in between the record already exists. Then the other image
 //! decides which of the two is the disk: it can be opened only if it is complete
-//! (`tools/incomplete_mark`). A file of that name without the text of a record belongs to another
-//! program: it has no effect, and is neither changed nor removed. The record of a file that another
-//! one has replaced has no effect, because the disk in the new file was not moved.
+//! (`disk/tools/incomplete_mark`). A file of that name without the text of a record belongs to
+//! another program: it has no effect, and is neither changed nor removed. The record of a file that
+//! another one has replaced has no effect, because the disk in the new file was not moved.
 
 use std::fs::{OpenOptions, remove_file, symlink_metadata};
 use std::io::{self, ErrorKind as IoErrorKind, Read, Write};

@@ -71,7 +71,7 @@ pub(crate) use images::ImageUse;
 use images::{Images, Link};
 pub use jobs::DiskJobs;
 use quiesce::Quiesce;
-pub use quiesce::QuiescedGuard;
+pub(crate) use quiesce::QuiescedGuard;
 pub use quiesced::check_overlay_size;
 pub use quiesced::{QuiescedDisk, ReplacedImage};
 pub(crate) use resize::Resize;

@@ -167,7 +167,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     }
 
     /// As [`switch_to`](Self::switch_to), to an image that the replaced one is based on (see
-    /// *Rollback* in README.md of the crate): `lower` is changed only after reads through the
+    /// *Rollback* in README.md of crates/images): `lower` is changed only after reads through the
     /// replaced image have ended, or after a time limit if its storage hangs.
     ///
     /// # Errors

@@ -14,5 +14,5 @@ mod request_sync;
 #[cfg(test)]
 pub(crate) use decide::RequiredSync;
 pub(crate) use decide::{DurabilityPlan, Writes};
-pub use flush_tracker::FlushTracker;
+pub(crate) use flush_tracker::FlushTracker;
 pub(crate) use request_sync::RequestSync;

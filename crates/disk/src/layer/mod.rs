@@ -46,15 +46,15 @@ use crate::stats::Stats;
 
 use backing_chain::BackingChain;
 use backing_reads::BackingReads;
-pub use behind::OpenedLayers;
 use claims::LayerClaims;
-pub use stability::Stability;
-pub use stands::Stands;
+use stability::Stability;
+pub(crate) use stands::Stands;
 
 pub(crate) use backing_reads::Reader;
 pub(crate) use block_status::HostRuns;
 pub use block_status::{BlockStatus, BlockStatusCache};
-pub use data_cipher::{DataCipher, DataEncryption};
+pub(crate) use data_cipher::DataCipher;
+pub use data_cipher::DataEncryption;
 pub use map_entry::{MapEntry, MapEntryKind};
 pub(crate) use unaligned::common;
 pub use waits::BackingWait;

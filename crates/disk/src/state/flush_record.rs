@@ -3,7 +3,7 @@
 //! - The time of the last write to the image. If the file was modified later, another program
 //!   changed the file, and the redo log no longer fits it. The data file has a time of its own,
 //!   because the redo log belongs to the image alone, and the bitmaps of a raw disk belong to the
-//!   data file (`open/side_file`).
+//!   data file (`images/side_file`).
 //! - The number of sectors sent to a block device that is the data file, counted before they are
 //!   sent. If the kernel counts more, another program wrote them. If the device refuses zeroing,
 //!   the kernel counts both the refused zeroing and the zeros that are sent instead, until it knows
