@@ -9,6 +9,9 @@ use lab_tools::build::{BINARY, Built};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
+/// The program that measures.
+pub const COMPARE: &str = "lab-compare";
+
 /// The arguments of such a program.
 #[derive(clap::Args)]
 pub struct Args {
@@ -38,5 +41,11 @@ pub fn run(workspace: &Workspace, package: &str, args: &[&str]) -> Result<()> {
 /// The command that runs the program of `package`. Relative paths in its arguments are relative to
 /// the current folder.
 fn program(package: &str) -> Command {
-    cargo(["run", "--quiet", "--package", package, "--"])
+    let mut run = cargo(["run", "--quiet", "--package", package]);
+    if package == COMPARE {
+        // A client that is not optimized would limit what it measures.
+        run.args(["--profile", "dist"]);
+    }
+    run.arg("--");
+    run
 }

@@ -11,7 +11,6 @@ mod deny;
 mod dist;
 mod fuzz;
 mod lab;
-mod loom;
 mod map;
 mod options;
 mod soak;
@@ -38,18 +37,16 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Install what the tests need, then run all tests and the loom models
+    /// Install what the tests need, then run all tests
     Test {
         /// Explore all seeds of the simulator's tests, not a quarter of them (other ones each time)
         #[arg(long)]
         all_seeds: bool,
 
-        /// Passed on to `cargo test`; with any, the loom models are left out
+        /// Passed on to `cargo test`, which then runs what they select, with all seeds
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Run the loom models
-    Loom,
     /// Fuzz everything that reads what others wrote
     Fuzz(fuzz::Options),
     /// Crash disks in the simulator, millions of times, each time by other seeds
@@ -109,7 +106,6 @@ fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
             test::run(workspace, seeds, OnFailure::Fail).map(drop)
         }
         Task::Test { args, .. } => test::run_some(workspace, &args),
-        Task::Loom => loom::run(workspace),
         Task::Fuzz(options) => fuzz::run(workspace, &options),
         Task::Soak(options) => soak::run(workspace, &options),
         Task::Tidy => tidy::run(workspace),
@@ -118,7 +114,7 @@ fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
         Task::Deny => deny::run(workspace),
         Task::Dist(options) => dist::run(workspace, &options),
         Task::Release(options) => dist::run_release(workspace, &options),
-        Task::Compare(args) => lab::exec("lab-compare", &args),
+        Task::Compare(args) => lab::exec(lab::COMPARE, &args),
         Task::Vm(args) => lab::exec("lab-vm", &args),
         Task::Kill(args) => lab::exec("lab-kill", &args),
         Task::Ci { all } => ci::run(workspace, all),

@@ -13,7 +13,6 @@ use lab_tools::process::{self, cargo};
 use lab_tools::qemu_driver;
 use lab_tools::workspace::Workspace;
 
-use crate::loom;
 use crate::test_programs::{self, OnFailure, Work};
 
 /// The variable by which tests explore fewer of their seeds than they say.
@@ -31,7 +30,7 @@ pub enum Seeds {
 /// Variables, and their values.
 type Environment = Vec<(&'static str, OsString)>;
 
-/// Runs all tests and the loom models. Returns the names of the tests that failed at first and
+/// Runs all tests. Returns the names of the tests that failed at first and
 /// passed when they were repeated.
 pub fn run(workspace: &Workspace, seeds: Seeds, on_failure: OnFailure) -> Result<Vec<String>> {
     let mut environment = prepare(workspace)?;
@@ -41,8 +40,7 @@ pub fn run(workspace: &Workspace, seeds: Seeds, on_failure: OnFailure) -> Result
         environment.push((ONE_SEED_IN, "4".into()));
     }
     let doc = || cargo_test(workspace, &["--doc".to_owned()], &environment);
-    let models: Work<'_> = Box::new(|| loom::run(workspace));
-    let others = vec![models, Box::new(|| process::run(doc()))];
+    let others: Vec<Work<'_>> = vec![Box::new(|| process::run(doc()))];
     test_programs::run(workspace, &built, &environment, on_failure, others)
 }
 

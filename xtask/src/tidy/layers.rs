@@ -36,6 +36,7 @@ const OUTSIDE: &[&str] = &[
     "lab-compare",
     "lab-images",
     "lab-kill",
+    "lab-models",
     "lab-nbd",
     "lab-tools",
     "lab-vm",

@@ -46,7 +46,7 @@ pub async fn run_all<F: Future<Output = Result<()>>>(
     run_bounded(limit, &WorkBudget::new(), has_failed, stream::iter(futures)).await
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use std::task::{Context, Poll, Waker};
 

@@ -131,7 +131,7 @@ mod tests {
     }
 }
 
-/// Every interleaving of callers. Run by `cargo xtask loom`.
+/// Every interleaving of callers. Compiled in lab/models.
 #[cfg(all(test, loom))]
 mod loom_model {
     use std::sync::Arc;

@@ -206,7 +206,7 @@ mod tests {
     }
 }
 
-/// Every interleaving of operations and `synchronize`. Run by `cargo xtask loom`.
+/// Every interleaving of operations and `synchronize`. Compiled in lab/models.
 #[cfg(all(test, loom))]
 mod loom_model {
     use std::sync::Arc;

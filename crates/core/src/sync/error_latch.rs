@@ -44,7 +44,7 @@ impl ErrorLatch {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::ErrorKind;

@@ -44,7 +44,7 @@ impl LocalCondvar {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use std::pin::pin;
     use std::sync::Arc;

@@ -12,7 +12,7 @@
 //!
 //! All of them work on any executor. None holds a lock while it waits, and any of their futures may
 //! be dropped at any time. Models check the primitives that threads share under every interleaving
-//! (`loom_model` in each file, run by `cargo xtask loom`).
+//! (`loom_model` in each file, compiled in lab/models).
 
 mod bounded;
 mod coalescer;
@@ -20,8 +20,6 @@ mod condvar;
 mod epochs;
 mod error_latch;
 mod local_condvar;
-#[cfg(loom)]
-mod loom_support;
 mod wait_group;
 
 pub use bounded::{run_all, run_bounded};
@@ -32,18 +30,10 @@ pub use error_latch::ErrorLatch;
 pub use local_condvar::LocalCondvar;
 pub use wait_group::{WaitGroup, WaitGuard};
 
-/// The types that the primitives are built from; under `--cfg loom`, loom's versions of them.
+/// The types that the primitives are built from; models have loom's versions of them.
 mod parts {
-    #[cfg(not(loom))]
     pub(super) use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 
-    #[cfg(not(loom))]
     pub(super) use event_listener::{Event, EventListener};
-    #[cfg(loom)]
-    pub(super) use loom::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
-    #[cfg(not(loom))]
     pub(super) use parking_lot::Mutex;
-
-    #[cfg(loom)]
-    pub(super) use super::loom_support::{Event, EventListener, Mutex};
 }

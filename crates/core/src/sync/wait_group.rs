@@ -90,7 +90,7 @@ mod tests {
     }
 }
 
-/// Every interleaving of operations and a waiter. Run by `cargo xtask loom`.
+/// Every interleaving of operations and a waiter. Compiled in lab/models.
 #[cfg(all(test, loom))]
 mod loom_model {
     use std::sync::Arc;

@@ -106,7 +106,7 @@ impl<M> Mailbox<M> {
     }
 }
 
-/// Interleavings of posters and a loop, with up to `SWITCHES` switches. Run by `cargo xtask loom`.
+/// Interleavings of posters and a loop, with up to `SWITCHES` switches. Compiled in lab/models.
 #[cfg(all(test, loom))]
 mod loom_model {
     use loom::sync::{Arc, Condvar, Mutex};

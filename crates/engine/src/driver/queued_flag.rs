@@ -36,7 +36,7 @@ impl QueuedFlag {
     }
 }
 
-/// Every order of a wake-up and a poll. Run by `cargo xtask loom`.
+/// Every order of a wake-up and a poll. Compiled in lab/models.
 #[cfg(all(test, loom))]
 mod loom_model {
     use loom::sync::Arc;

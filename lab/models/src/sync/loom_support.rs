@@ -1,11 +1,11 @@
-//! Under `--cfg loom`: models of the parts of the primitives, and an executor for their futures.
+//! Models of the parts of the primitives, and an executor for their futures.
 
-use std::future::Future;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Wake, Waker};
 
 use loom::sync::MutexGuard;
+use loom::thread::{self, Thread};
 
 /// A mutex that is never poisoned, as `parking_lot` has it.
 #[derive(Debug)]
@@ -78,37 +78,24 @@ impl Future for EventListener {
     }
 }
 
-#[cfg(test)]
-pub(in crate::sync) use executor::block_on;
+/// Wakes a thread of the model.
+struct Unpark(Thread);
 
-#[cfg(test)]
-mod executor {
-    use std::future::Future;
-    use std::pin::pin;
-    use std::sync::Arc;
-    use std::task::{Context, Poll, Wake, Waker};
-
-    use loom::thread::{self, Thread};
-
-    /// Wakes a thread of the model.
-    struct Unpark(Thread);
-
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
+}
 
-    /// Runs a future to its end on the current thread of a model.
-    pub fn block_on<F: Future>(future: F) -> F::Output {
-        let waker = Waker::from(Arc::new(Unpark(thread::current())));
-        let mut context = Context::from_waker(&waker);
-        let mut future = pin!(future);
-        loop {
-            match future.as_mut().poll(&mut context) {
-                Poll::Ready(output) => return output,
-                Poll::Pending => thread::park(),
-            }
+/// Runs a future to its end on the current thread of a model.
+pub(super) fn block_on<F: Future>(future: F) -> F::Output {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
         }
     }
 }
