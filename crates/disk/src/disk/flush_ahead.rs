@@ -130,14 +130,9 @@ pub async fn quiesce_flushed<S: Storage>(
 
 #[cfg(test)]
 mod tests {
-    use blockhouse_core::{Buffer, Durability, Request};
     use blockhouse_engine::{EngineChoice, EventLoop, sleep};
-    use blockhouse_format::ImageFormat;
-    use blockhouse_format::qcow2::{self, CreateOptions, Switch};
-    use blockhouse_sim::{Config, Sim, SimDisk};
 
     use super::*;
-    use crate::options::Options;
 
     fn rounds(lengths: &[u64]) -> u32 {
         let (mut rounds, mut in_all) = (Rounds::default(), Duration::ZERO);
@@ -180,28 +175,5 @@ mod tests {
         let Ok(ControlFlow::Continue(ahead)) = ahead else { panic!("no round fails") };
         assert!((3..=MAX_ROUNDS).contains(&ahead.rounds), "{ahead:?}");
         assert!(ahead.length >= 6 * QUICK_ROUND, "{ahead:?}");
-    }
-
-    #[test]
-    fn nothing_is_left_to_a_pause_in_which_nothing_changes() {
-        for lazy_refcounts in [Switch::Off, Switch::On] {
-            let sim = Sim::new(1);
-            let storage = SimDisk::new(&sim, Config::default(), Vec::new());
-            let log = storage.clone();
-            sim.block_on(async move {
-                let create = CreateOptions { lazy_refcounts, ..CreateOptions::new(1 << 20) };
-                qcow2::create(&storage, &create).await.unwrap();
-                let disk =
-                    Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.unwrap();
-                let from = Buffer::new(4096).lend();
-                let write = Request::Write { offset: 0, from, durability: Durability::None };
-                disk.submit(write).await.unwrap();
-                let quiesced = quiesce_flushed(&disk, SyncMode::Data).await.unwrap();
-                log.take_log();
-                disk.format().flush_all(SyncMode::Data).await.unwrap();
-                assert!(log.take_log().is_empty(), "nothing is written or flushed again");
-                drop(quiesced);
-            });
-        }
     }
 }

@@ -34,8 +34,6 @@ mod hold;
 mod images;
 mod in_flight;
 mod jobs;
-#[cfg(test)]
-mod long_requests;
 mod patience;
 mod quiesce;
 mod quiesced;

@@ -24,27 +24,3 @@ impl StoredImage {
         Ok(Some(allocated))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::fs::MetadataExt;
-
-    use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
-
-    use crate::{Disk, Options};
-
-    #[test]
-    fn a_hole_takes_no_space() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        file.as_file().set_len(64 << 20).unwrap();
-        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
-            let storage = HostFile::open(file.path(), OpenMode::ReadWrite, PageCache::Used);
-            let disk = Disk::raw(storage.unwrap().into(), Options::default()).unwrap();
-            assert!(disk.image().allocated_bytes().unwrap().unwrap() < 1 << 20);
-            std::fs::write(file.path(), vec![1; 4 << 20]).unwrap();
-            let blocks = file.as_file().metadata().unwrap().blocks();
-            assert!(blocks > 0);
-            assert_eq!(disk.image().allocated_bytes().unwrap(), Some(blocks * 512));
-        });
-    }
-}

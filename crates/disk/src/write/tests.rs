@@ -232,3 +232,26 @@ fn a_write_whose_surroundings_cannot_be_read_writes_nothing() {
     let error = write(&rig, vec![extent], Durability::None).unwrap_err();
     assert_eq!((error.errno(), rig.storage.counts()), (errno::EIO, (1, 1)));
 }
+
+#[test]
+fn no_more_extents_are_known_than_go_down_together() {
+    let rig = rig();
+    let (writer, storage) = (Rc::clone(&rig.writer), rig.storage.clone());
+    let mut memory = Buffer::new(2048 * SECTOR as usize);
+    let into = memory.lend();
+    rig.sim.block_on(async move {
+        let pulled = Cell::new(0);
+        let extents = stream::iter(0..2048).map(|number| {
+            pulled.set(pulled.get() + 1);
+            let (_, ended) = storage.counts();
+            let known = pulled.get() - ended;
+            assert!(known <= MAX_IN_FLIGHT as u64 + 1, "{known}");
+            let guest = ByteRange::between(number * SECTOR, (number + 1) * SECTOR);
+            let (state, flags) = mapped(7);
+            Ok((Extent { guest, alloc_range: guest, state, flags }, None))
+        });
+        let stopped = Cell::new(false);
+        writer.layer().read_extents(extents, into, &stopped, Reader::Read).await.unwrap();
+    });
+    assert!(memory.bytes().iter().all(|&byte| byte == 7));
+}

@@ -5,7 +5,8 @@ use std::rc::Rc;
 
 use blockhouse_core::SyncMode::{Data as DataSync, Full as FullSync};
 use blockhouse_core::{Durability, ErrorKind, Fua, GroupCommit, Request, errno};
-use blockhouse_disk::{Access, Disk, FlushPolicy, Options};
+use blockhouse_disk::{Access, Disk, FlushPolicy, Options, quiesce_flushed};
+use blockhouse_format::qcow2::{CreateOptions, Switch};
 use blockhouse_sim::Operation::{Close, Flush, Resize, Write};
 use blockhouse_sim::{Config, Fault, Operation, OperationKind, Rng};
 
@@ -262,5 +263,22 @@ fn the_first_flush_is_skipped_where_nothing_can_be_flushed() {
         let rig = Rig::with_past(steady(), SIZE, options);
         rig.submit(Request::Flush).unwrap();
         assert_eq!(rig.log(), []);
+    }
+}
+
+#[test]
+fn nothing_is_left_to_a_pause_in_which_nothing_changes() {
+    for lazy_refcounts in [Switch::Off, Switch::On] {
+        let image = CreateOptions { lazy_refcounts, ..CreateOptions::new(SIZE as u64) };
+        let rig = Rig::qcow2(steady(), image);
+        rig.submit(write(0, 4096, 1, Durability::None)).unwrap();
+        let (disk, storage) = (Rc::clone(&rig.disk), rig.storage.clone());
+        rig.sim.block_on(async move {
+            let quiesced = quiesce_flushed(&disk, DataSync).await.unwrap();
+            storage.take_log();
+            disk.format().flush_all(DataSync).await.unwrap();
+            assert!(storage.take_log().is_empty(), "nothing is written or flushed again");
+            drop(quiesced);
+        });
     }
 }

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -32,22 +32,13 @@ static ALONE: Mutex<()> = Mutex::new(());
 pub fn is_installed() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {
-        let found = output(Command::new("qemu-img").arg("--version")).is_ok();
+        let _alone = ALONE.lock();
+        let found = Command::new("qemu-img").arg("--version").output().is_ok();
         if !found {
             eprintln!("SKIPPED: qemu-img is not installed");
         }
         found
     })
-}
-
-/// Runs a program for a test without a [`Folder`]: it starts while no test has images.
-pub fn output(command: &mut Command) -> std::io::Result<Output> {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let child = {
-        let _alone = ALONE.lock();
-        command.spawn()?
-    };
-    child.wait_with_output()
 }
 
 /// A folder on a disk, gone with the test.

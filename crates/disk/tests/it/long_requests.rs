@@ -3,19 +3,14 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use blockhouse_core::{
-    Buffer, Durability, Extent, ExtentFlags, ExtentState, Request, SyncMode, errno, yield_now,
-};
+use blockhouse_core::{Buffer, ByteRange, Durability, Request, SyncMode, errno, yield_now};
+use blockhouse_disk::{DetectZeroes, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk};
-use futures_util::stream::{self, StreamExt};
-
-use super::*;
-use crate::layer::Reader;
-use crate::options::DetectZeroes;
-use crate::parts::{MAX_IN_FLIGHT, MAX_PART};
 
 const MIB: u64 = 1 << 20;
+/// Bytes of the longest part.
+const MAX_PART: u64 = 4 * MIB;
 
 fn config() -> Config {
     Config { latency: Latency::fixed(10, 100), ..Config::default() }
@@ -91,33 +86,6 @@ fn a_neighbour_is_served_while_zeros_are_looked_for_and_copied() {
     let into = memory.lend_range(0, 8 << 20);
     let served = served_beside(&sim, &disk, Request::Read { offset: 1 << 30 | 1, into });
     assert!((10..400).contains(&served), "{served} beside an unaligned read");
-}
-
-#[test]
-fn no_more_extents_are_known_than_go_down_together() {
-    let sim = Sim::new(1);
-    let storage = SimDisk::new(&sim, config(), vec![7; 1 << 20]);
-    let disk = Rc::new(Disk::raw(storage.clone(), Options::default()).unwrap());
-    let mut memory = Buffer::new(1 << 20);
-    let into = memory.lend();
-    sim.block_on(async move {
-        let pulled = Cell::new(0);
-        let extents = stream::iter(0..2048u64).map(|number| {
-            pulled.set(pulled.get() + 1);
-            let (_, ended) = storage.counts();
-            assert!(
-                pulled.get() - ended <= MAX_IN_FLIGHT as u64 + 1,
-                "{} and {ended}",
-                pulled.get()
-            );
-            let guest = ByteRange::between(number * 512, number * 512 + 512);
-            let state = ExtentState::Mapped { host: guest.offset() };
-            Ok((Extent { guest, alloc_range: guest, state, flags: ExtentFlags::empty() }, None))
-        });
-        let stopped = Cell::new(false);
-        disk.image().layer().read_extents(extents, into, &stopped, Reader::Read).await.unwrap();
-    });
-    assert!(memory.bytes().iter().all(|&byte| byte == 7));
 }
 
 #[test]
