@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use crate::{run, tool};
 
@@ -93,7 +94,7 @@ impl Pki {
         let template = format!("cn = \"{name}\"\nsigning_key\nencryption_key\n{more}{time}");
         self.write("sign.tmpl", &template);
         let [key, certificate] = ["key", "cert"].map(|what| format!("{role}-{what}.pem"));
-        self.certtool(&["--generate-privkey", "--key-type=rsa", "--bits=2048", "--outfile", &key]);
+        self.write(&key, self.private_key());
         self.certtool(&[
             "--generate-certificate",
             "--load-ca-certificate=ca-cert.pem",
@@ -104,6 +105,23 @@ impl Pki {
             "--outfile",
             &certificate,
         ]);
+    }
+
+    /// The key of all certificates but authorities', which is made once: that takes longer than all
+    /// else that a test of TLS does.
+    fn private_key(&self) -> &'static str {
+        static KEY: OnceLock<String> = OnceLock::new();
+        KEY.get_or_init(|| {
+            let file = "key.pem";
+            self.certtool(&[
+                "--generate-privkey",
+                "--key-type=rsa",
+                "--bits=2048",
+                "--outfile",
+                file,
+            ]);
+            fs::read_to_string(self.folder.join(file)).expect("a key")
+        })
     }
 
     fn certtool(&self, words: &[&str]) {
