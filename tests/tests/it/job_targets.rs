@@ -150,9 +150,15 @@ fn a_target_that_stands_still_keeps_neither_a_client_nor_the_disk() {
     assert_eq!(error, 0);
     drop(client);
     wait_for(&mut control, "cancelled");
-    control.get("disk.close", json!({ "disk": "a.img", "force": true }));
+    close_and_open_again(&scratch, &mut control, "a.img");
     drop(target);
     server.stop();
+}
+
+/// Closes a disk whose job has ended, and checks that nothing holds the lock of its image.
+fn close_and_open_again(scratch: &Scratch, control: &mut Control, name: &str) {
+    control.get("disk.close", json!({ "disk": name, "force": true }));
+    control.get("disk.open", json!({ "path": scratch.path(name), "name": "again" }));
 }
 
 /// Begins a slow backup `b` to the disk `target` of 4 MiB that the bitmap `old` of the disk
@@ -214,6 +220,8 @@ fn a_cancelled_backup_whose_target_stands_still_thaws_its_disk() {
     let is_thawed = || bitmaps(&mut control) == json!([["old", 4 << 20]]);
     assert!(eventually(LONG, is_thawed), "the backup's bitmap is left");
     wait_for(&mut control, "cancelled");
+    drop(guest);
+    close_and_open_again(&scratch, &mut control, "a.qcow2");
     // The server cannot close its disk `target`.
-    drop((guest, server, target));
+    drop((server, target));
 }

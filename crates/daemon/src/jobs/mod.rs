@@ -29,6 +29,7 @@ use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
 use crate::process::workers::Workers;
+use crate::running::RunningDisk;
 
 pub(crate) use backup::{CopiedBitmap, FrozenSource, start_backup};
 pub(crate) use commit::start_commit;
@@ -274,6 +275,20 @@ impl Jobs {
             ),
             None => Ok(()),
         }
+    }
+
+    /// Whether an ended job keeps the disk in memory until its target answers, and no job may still
+    /// write to the disk's images.
+    pub(crate) fn has_stuck_reader(&self, disk: &RunningDisk) -> bool {
+        let of_disk = |job: &RunningJob| job.source.as_ptr() == Arc::as_ptr(&disk.disk);
+        // The target of the other kinds is one of the disk's images.
+        let only_reads = |job: &RunningJob| ["mirror", "backup"].contains(&job.kind);
+        let state = self.0.lock();
+        let all = state.jobs.iter().chain(&state.unanswered);
+        let mut stuck = all.filter(|job| !job.target_is_free.load(Ordering::SeqCst));
+        let is_written =
+            |job: &RunningJob| job.writes_to(disk.name()) || of_disk(job) && !only_reads(job);
+        stuck.clone().any(|job| of_disk(job)) && !stuck.any(|job| is_written(job))
     }
 
     /// Lists a new job. The caller holds a claim to the disk.

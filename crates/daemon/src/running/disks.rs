@@ -266,6 +266,9 @@ impl Running {
     /// Closes a disk without exports. The caller has claimed it.
     pub(super) async fn forget(&self, disk: &RunningDisk) -> Result<()> {
         let closed = disk.disk.close().await;
+        if self.jobs.has_stuck_reader(disk) {
+            disk.disk.jobs().unlock_closed();
+        }
         self.disks.forget(disk.name());
         let error = closed.as_ref().err().map(ToString::to_string);
         self.events.tell(Event::DiskClosed { disk: disk.name().to_owned(), error });

@@ -6,6 +6,7 @@ use blockhouse_storage::ImageStorage;
 
 use crate::disk::{Disk, DiskJobs};
 use crate::image::Image;
+use crate::layer::Layer;
 use crate::options::Access;
 
 /// A disk whose image is a file, or an export of another server.
@@ -107,12 +108,34 @@ impl DiskJobs<'_, ImageStorage> {
     pub fn unlock_former(self) {
         self.disk().images().former_layers().for_each(|layer| layer.stands().keep());
         self.disk().images().leave_replaced();
-        let files = self.disk().images().left_layers().flat_map(|layer| {
-            let format = layer.format();
-            [format.storage(), format.data()].map(|tracker| tracker.storage().files())
-        });
-        // A file that shares its locks with the image in use keeps them.
-        let files = files.flatten().filter(|file| !file.shares_locks());
-        files.for_each(HostFile::release_locks);
+        self.disk().images().left_layers().for_each(unlock);
     }
+
+    /// Releases the locks of the images of a closed disk that is still in memory, so that other
+    /// programs may use them again. Nothing may write to the images any more. An image that another
+    /// disk reads from stays locked, with its backing files.
+    pub fn unlock_closed(self) {
+        let all = self.disk().image().layer().opened().all_counted().enumerate();
+        for (depth, (layer, own)) in all {
+            let own = if depth == 0 { 0 } else { own };
+            if layer.stands().count() > own {
+                return;
+            }
+            // Then the count no longer grows.
+            layer.stands().keep();
+            if layer.stands().count() > own {
+                return;
+            }
+            unlock(layer);
+        }
+    }
+}
+
+/// Releases the locks of a layer's files. A file that shares its locks with the image in use keeps
+/// them.
+fn unlock(layer: &Layer<ImageStorage>) {
+    let format = layer.format();
+    let files = [format.storage(), format.data()].map(|tracker| tracker.storage().files());
+    let files = files.into_iter().flatten().filter(|file| !file.shares_locks());
+    files.for_each(HostFile::release_locks);
 }
