@@ -17,7 +17,7 @@ mod target;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -46,6 +46,9 @@ const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
 
 /// How long the end of a server waits for its jobs.
 const MAX_STOP_TIME: Duration = Duration::from_secs(5);
+
+/// How long the loop of jobs may take to report that [`MAX_STOP_TIME`] is over.
+const MAX_REPORT_TIME: Duration = Duration::from_secs(1);
 
 /// A job to be started.
 #[derive(Clone, Debug)]
@@ -364,7 +367,8 @@ impl Jobs {
     /// Cancels all jobs, waits a few seconds for their end, and refuses new ones. Calls that wait
     /// for a job return. Returns the loop of jobs, because moved disks may need their connections
     /// on it until the disks are closed. Returns `None` if there is no loop, or if a job still
-    /// waits for its target. Such a job ends as failed, and the loop is stopped.
+    /// waits for its target. Such a job ends as failed, and the loop is stopped, unless a system
+    /// call blocks it.
     pub(crate) fn stop(&self) -> Option<Workers> {
         let (jobs, workers) = {
             let mut state = self.0.lock();
@@ -374,15 +378,20 @@ impl Jobs {
         let workers = workers?;
         jobs.iter().for_each(|job| _ = job.control.cancel());
         let controls: Vec<_> = jobs.iter().map(|job| Arc::clone(&job.control)).collect();
-        let have_ended = workers.run(move || async move {
+        let (reported, report) = mpsc::channel();
+        drop(workers.first().spawn(move || async move {
             let ended = join_all(controls.iter().map(|control| control.ended()));
             // A target that does not answer must not prevent the server from ending.
-            timeout(MAX_STOP_TIME, ended).await.is_some()
-        });
-        if have_ended {
-            return Some(workers);
+            let have_ended = timeout(MAX_STOP_TIME, ended).await.is_some();
+            // The receiver may have stopped waiting.
+            let _ = reported.send(have_ended);
+        }));
+        match report.recv_timeout(MAX_STOP_TIME + MAX_REPORT_TIME) {
+            Ok(true) => return Some(workers),
+            Ok(false) => workers.stop(),
+            // The loop's thread cannot be joined while a system call blocks it.
+            Err(_) => std::mem::forget(workers),
         }
-        workers.stop();
         for job in jobs.iter().filter(|job| !job.has_ended()) {
             let what = format!("the server ends before it does: {}", job.describe_wait());
             job.control.end(JobEnd::Failed(what));
@@ -467,4 +476,30 @@ fn tell_stages(job: Arc<RunningJob>, events: Events) {
             }
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_engine::EngineChoice;
+
+    use super::*;
+
+    #[test]
+    fn a_loop_that_a_system_call_blocks_keeps_no_server_from_its_end() {
+        let jobs = Jobs::default();
+        jobs.run_on(Workers::start_aside(EngineChoice::Auto).expect("a loop"));
+        let (release, released) = mpsc::channel::<()>();
+        let (block, blocks) = mpsc::channel();
+        drop(jobs.handle().expect("a loop").spawn(move || async move {
+            block.send(()).expect("the test waits");
+            // This blocks the loop's thread until the test drops `release`.
+            let _ = released.recv();
+        }));
+        blocks.recv().expect("it blocks");
+        let (end, ended) = mpsc::channel();
+        std::thread::spawn(move || end.send(jobs.stop().is_none()));
+        let is_over = ended.recv_timeout(12 * MAX_STOP_TIME);
+        drop(release);
+        assert_eq!(is_over, Ok(true));
+    }
 }
