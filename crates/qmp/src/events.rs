@@ -2,6 +2,7 @@
 //!
 //! Guarantees: an event that a command has caused is sent before its answer.
 
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
 use blockhouse_daemon::events::Event;
@@ -42,6 +43,7 @@ fn take(context: &Rc<Context>, event: Event) {
             }
             events.tell_status(&job, "ready");
         }
+        Event::JobEnded { job, .. } | Event::JobFailed { job, .. } if events.ended_early(&job) => {}
         Event::JobEnded { job, disk, outcome } => {
             let is_completed = outcome == "completed";
             if is_completed {
@@ -92,6 +94,9 @@ fn take(context: &Rc<Context>, event: Event) {
         }
         Event::Lost { count } => {
             tracing::warn!("clients of QMP are disconnected: {count} events were lost");
+            // The clients still receive what is queued. A job that dismisses itself is not listed
+            // when they connect again.
+            tell_lost_ends(context);
             events.disconnect_all();
             // Some of the lost events may have been removals of exports.
             let there = context.running.exports().list();
@@ -101,6 +106,25 @@ fn take(context: &Rc<Context>, event: Event) {
         }
         _ => {}
     }
+}
+
+/// Takes the ends of jobs that no event has reported. An event that is not lost may still come.
+fn tell_lost_ends(context: &Rc<Context>) {
+    let mut told = BTreeSet::new();
+    for ended in context.running.jobs().list() {
+        let JobStage::Ended(end) = ended.control.stage() else { continue };
+        let (job, disk) = (ended.name.clone(), ended.disk.clone());
+        let is_lost = context.events.has_begun(&job) || context.state.borrow().auto_dismisses(&job);
+        let outcome = match end {
+            _ if !is_lost => continue,
+            JobEnd::Failed(error) => Event::JobFailed { job, disk, error },
+            JobEnd::Completed { .. } => Event::JobEnded { job, disk, outcome: "completed".into() },
+            JobEnd::Cancelled => Event::JobEnded { job, disk, outcome: "cancelled".into() },
+        };
+        take(context, outcome);
+        told.insert(ended.name.clone());
+    }
+    context.events.set_ended_early(told);
 }
 
 /// Updates the names of a disk's nodes after a job has changed its chain.

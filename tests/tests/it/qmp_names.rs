@@ -2,6 +2,7 @@
 //! other nodes, jobs or clients have made.
 
 use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use blockhouse_tests::control::Control;
@@ -9,6 +10,7 @@ use blockhouse_tests::image_tool::{qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::{Scratch, Serve, Server, need, require};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 
 use crate::qmp::wait_until;
@@ -267,6 +269,45 @@ fn nodes_and_servers_that_the_control_socket_removes_are_free() {
         );
         rig.qmp.get("nbd-server-stop", json!({}));
     }
+}
+
+/// The server reads a key on the loop of QMP: a pipe keeps that loop from taking events.
+#[test]
+fn clients_receive_the_end_of_a_job_although_its_event_was_lost() {
+    let mut rig = require!(Rig::start());
+    for name in ["a", "t"] {
+        rig.new_image(name, None);
+        rig.add(name);
+    }
+    let mirror = json!({ "job-id": "m", "device": "a", "target": "t", "sync": "full" });
+    rig.qmp.get("blockdev-mirror", mirror);
+    rig.qmp.events_until("m", "BLOCK_JOB_READY");
+    let pipe = rig.path("pipe");
+    mknodat(CWD, &pipe, FileType::Fifo, Mode::RWXU, 0).expect("a pipe");
+    let mut other = Qmp::connect(&rig.scratch.socket("qmp"));
+    other.get("object-add", json!({ "qom-type": "secret", "id": "s", "file": pipe }));
+    let file = json!({ "driver": "file", "filename": rig.new_image("e", None) });
+    let node = json!({ "driver": "luks", "node-name": "e", "key-secret": "s", "file": file });
+    let add = json!({ "execute": "blockdev-add", "arguments": node });
+    other.send(add.to_string().as_bytes()).expect("the server listens");
+    let mut key = OpenOptions::new().write(true).open(&pipe).expect("the server reads it");
+    // More than the server keeps for a subscriber.
+    (0..1100).for_each(|_| Client::open(&rig.server.address()).disconnect());
+    rig.control.get("job.complete", json!({ "job": "m" }));
+    key.write_all(b"k").expect("the server reads it");
+    drop(key);
+    let events: Vec<_> = std::iter::from_fn(|| rig.qmp.receive()).collect();
+    for is_told in [
+        |event: &Value| event["event"] == "BLOCK_JOB_COMPLETED" && event["data"]["device"] == "m",
+        |event: &Value| event["data"] == json!({ "id": "m", "status": "null" }),
+    ] {
+        assert_eq!(events.iter().filter(|event| is_told(event)).count(), 1, "{events:?}");
+    }
+    let mut next = Qmp::connect(&rig.scratch.socket("qmp"));
+    assert_eq!(next.get("query-jobs", json!({})), json!([]));
+    // The node of the former image has left the chain.
+    next.get("blockdev-del", json!({ "node-name": "a" }));
+    next.get("blockdev-del", json!({ "node-name": "t" }));
 }
 
 #[test]
