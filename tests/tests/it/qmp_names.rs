@@ -34,7 +34,7 @@ impl Rig {
         let server = Serve::new(&scratch, first.path())
             .option("--qmp", &socket)
             .option("--control", &control)
-            .option("--sandbox", "off")
+            .option("--sandbox-allow", scratch.path("."))
             .start();
         let (qmp, control) = (Qmp::connect(&socket), Control::connect(&control));
         Ok(Self { scratch, server, qmp, control })

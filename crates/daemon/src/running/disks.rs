@@ -23,6 +23,7 @@ use crate::events::failures::FailureTeller;
 use crate::events::room_watch::RoomWatch;
 use crate::events::{Event, Events};
 use crate::jobs::begin_prefetch;
+use crate::process::key_memory;
 use crate::running::claims::{Claim, Name};
 use crate::running::io_poll;
 use crate::running::open::open_disk;
@@ -183,6 +184,7 @@ impl Running {
             .chain(&setup.allow_paths)
             .try_for_each(|path| self.sandbox().check_image(path))?;
         let named = setup.bitmaps_in.iter().chain(&setup.key_files).chain(&setup.passphrase_files);
+        let named = named.filter(|path| !key_memory::is_kept(path));
         named.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
