@@ -77,6 +77,7 @@ pub(super) async fn take(
     if disk == target_disk {
         return Err(QmpError::generic("Source and target cannot be the same"));
     }
+    context.check_alone(&device, &disk)?;
     job.check(context).await?;
     let mut params = json!({ "disk": disk, "name": job.name });
     if sync == "none" {
@@ -155,7 +156,7 @@ fn pull(
     job: &JobArguments,
 ) -> Result<Pull, QmpError> {
     let state = context.state.borrow();
-    if state.over.get(&target) != Some(&device) {
+    if state.over.get(state.top_of(&target)) != Some(&device) {
         return Err(QmpError::generic(format!(
             "Node '{node}' does not stand on '{device}': add it with 'backing': '{device}' for a backup with sync 'none'"
         )));

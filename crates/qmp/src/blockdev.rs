@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::arguments::Arguments;
 use super::context::Context;
-use super::errors::{QmpError, Returned};
+use super::errors::{QmpError, Returned, busy_behind};
 use super::filters;
 use super::opening::{Asked, check_name, close, open_node};
 
@@ -44,10 +44,13 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     let filter = context.state.borrow().filters.get(&name).cloned();
     if let Some(filter) = filter {
         check_unexported(context, &name)?;
+        check_no_upper(context, &name)?;
         filters::delete(context, &name, &filter).await?;
         return Ok(json!({}));
     }
-    if context.state.borrow_mut().forget_left(&name) {
+    if context.state.borrow().left.contains(&name) {
+        check_no_upper(context, &name)?;
+        context.state.borrow_mut().forget_left(&name);
         return Ok(json!({}));
     }
     let Some((disk, depth)) = context.find_node(&name) else {
@@ -79,18 +82,17 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     Ok(json!({}))
 }
 
-fn busy_behind(name: &str, user: &str) -> QmpError {
-    QmpError::generic(format!("Node '{name}' is busy: node is used as backing hd of '{user}'"))
+/// Refuses to remove a node that is the backing node of another disk.
+fn check_no_upper(context: &Context, name: &str) -> Result<(), QmpError> {
+    let state = context.state.borrow();
+    let mut over = state.over.iter();
+    over.find(|(_, lower)| *lower == name).map_or(Ok(()), |(user, _)| Err(busy_behind(name, user)))
 }
 
-/// Refuses to remove a node that is the backing node of another disk, or the target of a backup
-/// that is being read.
+/// As [`check_no_upper`], also for the target of a backup that is being read.
 fn check_unused(context: &Context, name: &str, disk: &str) -> Result<(), QmpError> {
-    let state = context.state.borrow();
-    if let Some((user, _)) = state.over.iter().find(|(_, lower)| *lower == name) {
-        return Err(busy_behind(name, state.top_of(user)));
-    }
-    match state.pull_to(disk) {
+    check_no_upper(context, name)?;
+    match context.state.borrow().pull_to(disk) {
         Some(_) => Err(QmpError::generic(format!(
             "Node '{name}' is busy: block device is in use by block job: backup"
         ))),

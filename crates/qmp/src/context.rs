@@ -15,7 +15,7 @@ use futures_util::future::Shared;
 use serde_json::Value;
 
 use super::broadcast::Broadcast;
-use super::errors::QmpError;
+use super::errors::{QmpError, busy_behind};
 use super::state::State;
 
 /// Resolves when the server ends.
@@ -116,11 +116,37 @@ impl Context {
         if let Some(pull) = state.pull_to(&disk) {
             return Ok(pull.frozen.clone());
         }
-        match state.over.get(&disk) {
+        match state.lower_of(&disk) {
             Some(lower) => Err(QmpError::generic(format!(
                 "Node '{node}' stands on '{lower}', which changes: it is served when a backup is made to it (blockdev-backup with sync 'none')"
             ))),
             None => Ok(disk),
+        }
+    }
+
+    /// Refuses to change or replace the image of a disk's node that is the backing node of another
+    /// disk.
+    pub(super) fn check_not_lower(&self, node: &str, disk: &str) -> Result<(), QmpError> {
+        let state = self.state.borrow();
+        state.upper_of(disk).map_or(Ok(()), |user| Err(busy_behind(node, user)))
+    }
+
+    /// As [`check_not_lower`](Self::check_not_lower), with QEMU's error for the device of a job.
+    pub(super) fn check_root(&self, disk: &str) -> Result<(), QmpError> {
+        match self.state.borrow().upper_of(disk) {
+            Some(_) => Err(QmpError::generic("Need a root block node")),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses to copy a disk whose backing content is another node, because the disk has only its
+    /// own data.
+    pub(super) fn check_alone(&self, node: &str, disk: &str) -> Result<(), QmpError> {
+        match self.state.borrow().lower_of(disk) {
+            Some(lower) => Err(QmpError::generic(format!(
+                "Node '{node}' stands on '{lower}', which changes, and is not copied: copy '{lower}'"
+            ))),
+            None => Ok(()),
         }
     }
 

@@ -74,3 +74,8 @@ impl From<Failure> for QmpError {
 
 /// The result of a command.
 pub(super) type Returned = Result<Value, QmpError>;
+
+/// The error for a node that is the backing node of `user`, in QEMU's words.
+pub(super) fn busy_behind(name: &str, user: &str) -> QmpError {
+    QmpError::generic(format!("Node '{name}' is busy: node is used as backing hd of '{user}'"))
+}

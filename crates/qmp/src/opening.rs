@@ -409,7 +409,7 @@ async fn stand_on(
         || context.running.check_unused(lower).is_err()
         || context.state.borrow().filter_on(lower).is_some();
     if !is_named || is_used {
-        context.state.borrow_mut().over.insert(disk.to_owned(), backing.to_owned());
+        context.state.borrow_mut().over.insert(name.to_owned(), backing.to_owned());
         return Ok(());
     }
     let nodes = context.state.borrow().nodes_of(lower);
@@ -538,7 +538,6 @@ pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<V
         return Err(error);
     }
     state.chains.remove(disk);
-    state.over.remove(disk);
     Ok(params)
 }
 
@@ -616,6 +615,7 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
     let lower = lower.and_then(|depth| Some((depth, path_of(depth)?)));
     let params = close_disk(context, disk).await?;
     for node in &nodes[..=depth] {
+        context.state.borrow_mut().over.remove(&node.name);
         release_file(context, &node.name).await;
     }
     if let (Some((depth, (path, format))), Some(params)) = (lower, params) {

@@ -59,6 +59,7 @@ pub(super) fn to_create(context: &Context, mut given: Arguments) -> Result<Overl
         return Err(QmpError::no_node(&device, &node));
     }
     let disk = context.disk(named)?;
+    context.check_not_lower(named, &disk)?;
     if !node.is_empty() && name.is_none() {
         return Err(QmpError::generic("New overlay node-name missing"));
     }
@@ -90,6 +91,7 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
     let own = context.disk(&overlay)?;
     let own_disk =
         context.running.disks().find(&own).ok_or_else(|| QmpError::no_node(&overlay, &overlay))?;
+    context.check_not_lower(&node, &disk)?;
     if own == disk {
         return Err(QmpError::generic(format!(
             "Making '{node}' a backing child of '{overlay}' would create a cycle"
@@ -104,7 +106,7 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
             "Inactive '{overlay}' can't be the overlay of a snapshot: make it active first"
         )));
     }
-    if own_disk.layer_at(1).is_some() {
+    if own_disk.layer_at(1).is_some() || context.state.borrow().lower_of(&own).is_some() {
         return Err(QmpError::generic("The overlay already has a backing image"));
     }
     if own_disk.disk.image().image_format_name() != "qcow2" {

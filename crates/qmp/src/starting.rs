@@ -56,6 +56,7 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
     let backing_file = given.some_text("backing-file")?;
     let device = given.text("device")?;
     given.put_back("device", &device);
+    context.check_root(&context.disk(&device)?)?;
     let chain = ChainOf::new(context, &device)?;
     let top = match (top, top_node) {
         (Some(_), Some(_)) => {
@@ -158,6 +159,9 @@ pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Retur
     if disk == target_disk {
         return Err(QmpError::generic("Can't mirror node into itself"));
     }
+    context.check_root(&disk)?;
+    context.check_alone(&device, &disk)?;
+    context.check_not_lower(&target, &target_disk)?;
     // With `top` the target has the same backing content, so a copy of the whole disk is correct,
     // too.
     if sync != "top" {

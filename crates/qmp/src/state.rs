@@ -158,8 +158,8 @@ pub(super) struct State {
     /// The nodes of images that a job has taken out of their disk's chain. The images are closed,
     /// and clients remove the nodes, as in QEMU.
     pub(super) left: BTreeSet<String>,
-    /// Disks whose backing content is another open node, by the disk's name: targets of backups of
-    /// that node.
+    /// The other open nodes that are the backing content of nodes, which are targets of backups of
+    /// them, by the upper node's name.
     pub(super) over: BTreeMap<String, String>,
     /// Backups that clients read, by the name of their job.
     pub(super) pulls: BTreeMap<String, Pull>,
@@ -232,10 +232,32 @@ impl State {
         self.leave_out(disk, |nodes| 0..usize::from(nodes > 1));
     }
 
+    /// The other open node that is the backing content of a node of the disk's chain.
+    pub(super) fn lower_of(&self, disk: &str) -> Option<&String> {
+        self.nodes_of(disk).iter().find_map(|node| self.over.get(&node.name))
+    }
+
+    /// A node whose backing content is the disk's node, or a filter on that.
+    pub(super) fn upper_of(&self, disk: &str) -> Option<&String> {
+        let is_lower = |name: &str| {
+            name == self.top_of(disk) || self.filters.get(name).is_some_and(|one| one.disk == disk)
+        };
+        self.over.iter().find(|(_, lower)| is_lower(lower)).map(|(upper, _)| upper)
+    }
+
+    /// Records that a node is gone. Nodes over it stay incomplete, but keep no later node of this
+    /// name in use.
+    fn note_closed(&mut self, name: &str) {
+        let lower = self.over.values_mut().filter(|lower| *lower == name);
+        lower.for_each(|lower| lower.push_str(" (closed)"));
+    }
+
     /// Gives a disk the nodes of `target`, to whose image it has moved; `target` is not a disk any
     /// more.
     pub(super) fn move_to(&mut self, disk: &str, target: &str) {
         let nodes = self.nodes_of(target);
+        // The copy is complete, and needs no content of another node.
+        nodes.iter().for_each(|node| _ = self.over.remove(&node.name));
         self.left.extend(self.nodes_of(disk).into_iter().map(|node| node.name));
         self.chains.remove(target);
         self.chains.insert(disk.to_owned(), nodes);
@@ -276,15 +298,19 @@ impl State {
     /// Forgets the nodes of a disk that a client of the control socket has closed.
     pub(super) fn forget_disk(&mut self, disk: &str) {
         for FormatNode { name, .. } in self.nodes_of(disk) {
+            self.over.remove(&name);
+            self.note_closed(&name);
             self.files.remove(&name);
             if let Some((file, _)) = self.take_back_file(&name) {
                 self.files.remove(&file);
             }
         }
         self.chains.remove(disk);
-        self.over.remove(disk);
         self.opened.remove(disk);
-        self.filters.retain(|_, filter| filter.disk != disk);
+        while let Some(name) = self.filter_on(disk).map(|(name, _)| name.to_owned()) {
+            self.note_closed(&name);
+            self.filters.remove(&name);
+        }
         self.release_secrets();
     }
 
@@ -300,15 +326,14 @@ impl State {
         self.deleted_secrets.retain(|(path, _)| files().any(|file| *file == json!(path)));
     }
 
-    /// Forgets the node of an image that a job has taken out of a chain. Returns whether there was
-    /// such a node.
-    pub(super) fn forget_left(&mut self, node: &str) -> bool {
-        let is_left = self.left.remove(node);
-        if is_left && let Some((file, _)) = self.take_back_file(node) {
+    /// Forgets the node of an image that a job has taken out of a chain.
+    pub(super) fn forget_left(&mut self, node: &str) {
+        self.left.remove(node);
+        self.over.remove(node);
+        if let Some((file, _)) = self.take_back_file(node) {
             self.files.remove(&file);
             self.left.insert(file);
         }
-        is_left
     }
 
     /// The backup whose frozen disk is served instead of this disk.

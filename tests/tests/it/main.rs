@@ -79,6 +79,7 @@ mod qemu_matrix;
 mod qmp;
 mod qmp_fuzz;
 mod qmp_lost_clients;
+mod qmp_lower_nodes;
 mod qmp_moments;
 mod qmp_names;
 mod qmp_programs;

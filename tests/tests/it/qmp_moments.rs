@@ -12,17 +12,17 @@ use serde_json::{Value, json};
 const MIB: u64 = 1 << 20;
 
 /// A server with a disk that the tests do not use, and clients of its two sockets.
-struct Rig {
+pub(crate) struct Rig {
     scratch: Scratch,
     _server: Server,
-    qmp: Qmp,
+    pub(crate) qmp: Qmp,
     nbd: PathBuf,
 }
 
 impl Rig {
     /// Starts a server with qcow2 images of 1 MiB with these names, whose first 64 KiB hold 7, as
     /// disks that NBD clients may write to.
-    fn start(names: &[&str]) -> Result<Self, String> {
+    pub(crate) fn start(names: &[&str]) -> Result<Self, String> {
         need::tools(&["qemu-img", "qemu-io"])?;
         let scratch = Scratch::new();
         let (first, socket, nbd) =
@@ -44,32 +44,32 @@ impl Rig {
         Ok(rig)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.scratch.path(name)
     }
 
-    fn new_image(&self, name: &str) {
+    pub(crate) fn new_image(&self, name: &str) {
         qemu_img(&["create", "-q", "-f", "qcow2", str(&self.path(name)), "1M"]).success();
     }
 
-    fn new_overlay(&self, name: &str, base: &str) {
+    pub(crate) fn new_overlay(&self, name: &str, base: &str) {
         let path = self.path(name);
         let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", base, str(&path)];
         qemu_img(&words).success();
     }
 
     /// The description of a format node over the image of its name.
-    fn node(&self, name: &str) -> Value {
+    pub(crate) fn node(&self, name: &str) -> Value {
         let file = json!({ "driver": "file", "node-name": format!("{name}f"), "filename": self.path(name) });
         json!({ "driver": "qcow2", "node-name": name, "file": file })
     }
 
-    fn add(&mut self, name: &str) {
+    pub(crate) fn add(&mut self, name: &str) {
         let node = self.node(name);
         self.qmp.get("blockdev-add", node);
     }
 
-    fn export(&mut self, node: &str, writable: bool) {
+    pub(crate) fn export(&mut self, node: &str, writable: bool) {
         let export = json!({ "type": "nbd", "id": node, "node-name": node, "writable": writable });
         self.qmp.get("block-export-add", export);
     }

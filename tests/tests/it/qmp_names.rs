@@ -261,6 +261,17 @@ fn nodes_and_servers_that_the_control_socket_removes_are_free() {
     rig.control.get("disk.close", json!({ "disk": "n" }));
     let why = rig.qmp.refused("blockdev-del", json!({ "node-name": "f" }));
     assert!(why.contains("Failed to find node"), "{why}");
+    // A later node of the name is not the one that another node stands on.
+    rig.add("n");
+    let file = json!({ "driver": "file", "filename": rig.new_image("t", None) });
+    let over = json!({ "driver": "qcow2", "node-name": "t", "backing": "n", "file": file });
+    rig.qmp.get("blockdev-add", over);
+    rig.control.get("disk.close", json!({ "disk": "n" }));
+    rig.add("n");
+    rig.qmp.get("blockdev-del", json!({ "node-name": "n" }));
+    let backup = json!({ "job-id": "j", "device": "t", "target": "first", "sync": "full" });
+    let why = rig.qmp.refused("blockdev-backup", backup);
+    assert!(why.contains("stands on 'n (closed)'"), "{why}");
     for _ in 0..2 {
         let nbd = rig.start_server();
         rig.control.get(
