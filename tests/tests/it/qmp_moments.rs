@@ -481,6 +481,19 @@ fn clients_read_disks_as_they_were_with_what_has_changed() {
 fn a_mirror_is_a_copy_or_the_image_in_which_its_disk_goes_on() {
     let mut rig = require!(Rig::start(&["a"]));
     let mut client = rig.connect("a");
+    assert_eq!(client.write(0, &[7; MIB as usize], 0), 0);
+    rig.new_image("slow");
+    rig.add("slow");
+    let mirror =
+        json!({ "job-id": "j", "device": "a", "target": "slow", "sync": "full", "speed": 1 });
+    rig.qmp.get("blockdev-mirror", mirror);
+    for (command, key) in [("job-complete", "id"), ("block-job-complete", "device")] {
+        let why = rig.qmp.refused(command, json!({ key: "j" }));
+        assert_eq!(why, "Job 'j' in state 'running' cannot accept command verb 'complete'");
+    }
+    rig.qmp.get("job-cancel", json!({ "id": "j" }));
+    rig.qmp.events_until("j", "null");
+    rig.qmp.get("blockdev-del", json!({ "node-name": "slow" }));
     for (name, end, job) in [
         ("copy", "block-job-cancel", json!({ "device": "copy" })),
         ("next", "block-job-complete", json!({ "device": "next" })),
