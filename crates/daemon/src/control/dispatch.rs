@@ -58,7 +58,10 @@ async fn dispatch(
             let NoParams {} = params(given)?;
             reload(running).await
         }
-        "disk.list" => params(given).and_then(|NoParams {}| result(disks(running))),
+        "disk.list" => {
+            let NoParams {} = params(given)?;
+            result(disks(running).await)
+        }
         "disk.open" => open(running, params(given)?).await,
         "disk.close" => {
             let CloseParams { disk, force } = params(given)?;
@@ -128,7 +131,10 @@ async fn dispatch(
         "limit.get" => limits(running, params(given)?),
         "limit.set" => limit(running, params(given)?).await,
         "disk.stats" => stats(running, params(given)?),
-        "stats.get" => params(given).and_then(|NoParams {}| result(running.metrics())),
+        "stats.get" => {
+            let NoParams {} = params(given)?;
+            result(running.metrics().await?)
+        }
         _ if method.starts_with("backup.") => backups::call(running, method, given).await,
         _ if method.starts_with("bitmap.") => bitmaps::call(running, method, given).await,
         _ if method.starts_with("job.") => jobs::call(running, method, given).await,
@@ -220,13 +226,15 @@ async fn open(running: &Running, given: DiskConfig) -> Outcome {
     })
 }
 
-fn disks(running: &Running) -> Vec<DiskInfo> {
+async fn disks(running: &Running) -> Vec<DiskInfo> {
+    let disks = running.disks().all();
+    let rooms = running.rooms_left(&disks).await;
     let exports = running.exports().list();
     let of = |disk: &str| {
         let of_disk = exports.iter().filter(|export| export.disk == disk);
         of_disk.map(|export| export.address.to_string()).collect()
     };
-    let info = |disk: Arc<RunningDisk>| DiskInfo {
+    let info = |(disk, room_left): (Arc<RunningDisk>, Option<u64>)| DiskInfo {
         disk: disk.name().to_owned(),
         path: disk.path(),
         format: disk.disk.image().image_format_name().to_owned(),
@@ -238,12 +246,12 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         cache: disk.setup.cache.as_str().to_owned(),
         snapshot: disk.setup.snapshot.clone(),
         exports: of(disk.name()),
-        room_left: disk.disk.room_left_now(),
+        room_left,
         threshold: disk.threshold().map(|threshold| threshold.to_string()),
         held: Some(disk.disk.hold().count()).filter(|&held| held > 0),
         waits: disk.disk.stats().backing_wait().map(|wait| wait.to_string()),
     };
-    running.disks().all().into_iter().map(info).collect()
+    disks.into_iter().zip(rooms).map(info).collect()
 }
 
 /// Parses a threshold; `None` for "off".

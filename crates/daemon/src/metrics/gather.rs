@@ -1,7 +1,7 @@
 //! The values of all metrics, read when a client requests them.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::Weak;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::metrics::HistogramReading;
@@ -14,8 +14,9 @@ use super::families::{self, Family};
 pub struct MeasuredDisk {
     /// The value of its label `disk`, unique among the disks.
     pub name: String,
-    /// The disk.
-    pub disk: Arc<ImageDisk>,
+    /// The disk. A weak reference: a file system that hangs while it is asked for the space of an
+    /// image keeps no other disk open.
+    pub disk: Weak<ImageDisk>,
 }
 
 /// A value.
@@ -74,8 +75,10 @@ pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
     gathered.add(&families::BUILD, &[env!("CARGO_PKG_VERSION")], 1);
     gathered.add(&families::START, &[], started.0);
     for MeasuredDisk { name, disk } in disks {
+        // The disk may have been closed meanwhile.
+        let Some(disk) = disk.upgrade() else { continue };
         let metrics = disk.stats().metrics();
-        gathered.add_disk(name, disk);
+        gathered.add_disk(name, &disk);
         gathered.add_totals(name, &metrics);
         metrics.requests.iter().for_each(|one| gathered.add_requests(name, one));
         metrics.stages.iter().for_each(|one| gathered.add_stage(name, one));

@@ -1,8 +1,18 @@
 //! Work that may block runs on its own thread, so that no event loop waits for it: listening (which
-//! probes for a running server), and the end of a guest's device.
+//! probes for a running server), the end of a guest's device, and questions to the file systems of
+//! images.
 
-use anyhow::{Context, Result};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use blockhouse_engine::timeout;
 use futures_channel::oneshot;
+
+/// How long a file system may take to answer.
+const MAX_ANSWER_TIME: Duration = Duration::from_secs(2);
+/// The maximum number of questions in flight: those to a file system that hangs keep their threads.
+const MAX_QUESTIONS: usize = 4;
 
 /// Runs `work` on a thread of its own, and waits for its outcome.
 ///
@@ -14,4 +24,63 @@ pub(crate) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'st
     // The caller's future may have been dropped.
     builder.spawn(move || drop(done.send(work()))).context("cannot start a thread")?;
     outcome.await.context("a thread ended badly")
+}
+
+/// Questions to file systems, any of which may hang.
+#[derive(Default)]
+pub(crate) struct Questions(Arc<()>);
+
+impl Questions {
+    /// Runs `ask` on a thread of its own, and waits for its outcome, but not for a file system that
+    /// hangs.
+    ///
+    /// # Errors
+    /// As [`run`]; or `ask`, or `MAX_QUESTIONS` earlier ones, take longer than `MAX_ANSWER_TIME`.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        ask: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T> {
+        let hangs = "the file system of an image does not answer";
+        let question = Arc::clone(&self.0);
+        if Arc::strong_count(&question) > MAX_QUESTIONS + 1 {
+            bail!(hangs);
+        }
+        let work = move || {
+            let answer = ask();
+            drop(question);
+            answer
+        };
+        timeout(MAX_ANSWER_TIME, run(work)).await.context(hangs)?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use blockhouse_engine::{EngineChoice, EventLoop};
+    use futures_util::future::join_all;
+
+    use super::*;
+
+    #[test]
+    fn questions_that_hang_keep_neither_the_loop_nor_more_threads_than_allowed() {
+        EventLoop::new(EngineChoice::Auto).expect("a loop").block_on(async {
+            let (questions, mut releases) = (Questions::default(), Vec::new());
+            assert_eq!(questions.run(|| 7).await.expect("an answer"), 7);
+            let hanging = (0..MAX_QUESTIONS).map(|_| {
+                let (release, released) = channel::<()>();
+                releases.push(release);
+                questions.run(move || released.recv().is_err())
+            });
+            let outcomes = join_all(hanging).await;
+            assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
+            assert!(questions.run(|| 9).await.is_err(), "it has no thread");
+            drop(releases);
+            while Arc::strong_count(&questions.0) > 1 {
+                std::thread::yield_now();
+            }
+            assert_eq!(questions.run(|| 8).await.expect("an answer"), 8);
+        });
+    }
 }

@@ -56,6 +56,7 @@ use crate::endpoints::tls::Tls;
 use crate::events::Events;
 use crate::jobs::Jobs;
 use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
+use crate::process::blocking::Questions;
 use crate::sandbox::SandboxReport;
 pub(crate) use backup_list::{BackupDisk, RunningBackup};
 pub use disk::RunningDisk;
@@ -80,6 +81,7 @@ pub struct Running {
     events: Events,
     jobs: Jobs,
     backups: Backups,
+    questions: Questions,
     measured_since: StartTime,
 }
 
@@ -107,6 +109,7 @@ impl Running {
             events,
             jobs: Jobs::default(),
             backups: Backups::default(),
+            questions: Questions::default(),
             measured_since,
         }
     }
@@ -174,18 +177,39 @@ impl Running {
         self.measured_since
     }
 
-    /// The values of all metrics at this moment.
+    /// The values of all metrics at this moment. Waits for the file systems of images.
     pub(crate) fn gathered(&self) -> Vec<Samples> {
+        gather(self.measured_since, &self.measured())
+    }
+
+    fn measured(&self) -> Vec<MeasuredDisk> {
         let measured = self.disks.all().into_iter().map(|disk| MeasuredDisk {
             name: disk.name().to_owned(),
-            disk: Arc::clone(&disk.disk),
+            disk: Arc::downgrade(&disk.disk),
         });
-        gather(self.measured_since, &measured.collect::<Vec<_>>())
+        measured.collect()
     }
 
     /// The values of all metrics at this moment, as JSON.
-    pub(crate) fn metrics(&self) -> Value {
-        to_json(&self.gathered())
+    ///
+    /// # Errors
+    /// The file system of an image does not answer.
+    pub(crate) async fn metrics(&self) -> Result<Value> {
+        let (since, measured) = (self.measured_since, self.measured());
+        self.questions.run(move || to_json(&gather(since, &measured))).await
+    }
+
+    /// The free space of each of `disks`, in bytes. `None` for all if the file system of one of
+    /// them does not answer.
+    pub(crate) async fn rooms_left(&self, disks: &[Arc<RunningDisk>]) -> Vec<Option<u64>> {
+        // Weak references, as in `MeasuredDisk`.
+        let asked: Vec<_> = disks.iter().map(|disk| Arc::downgrade(&disk.disk)).collect();
+        let ask = move || asked.iter().map(|disk| disk.upgrade()?.room_left_now()).collect();
+        let answer = self.questions.run(ask).await;
+        answer.unwrap_or_else(|error| {
+            tracing::warn!("the free space of the disks is not known: {error}");
+            vec![None; disks.len()]
+        })
     }
 
     /// The options that the command line or the configuration has for the open disks.
