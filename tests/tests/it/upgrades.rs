@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use blockhouse_engine::{is_byte_locked, peer_process};
+use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
 use blockhouse_tests::upgrade::{
     Load, REGION, Servers, fill, upgrade, upgrade_in_the_end, upgrade_under_load, verify,
@@ -17,6 +18,7 @@ use blockhouse_tests::{
     tool,
 };
 use rustix::process::Signal;
+use serde_json::json;
 
 pub const FORMATS: [&str; 2] = ["raw", "qcow2"];
 const SIZE: u64 = 64 << 20;
@@ -263,16 +265,40 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
 fn a_request_during_an_upgrade_that_fails_causes_one_upgrade() {
     let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
     let failing = elsewhere.path("blockhouse-failing");
-    std::fs::write(&failing, "#!/bin/sh\nsleep 0.3\nexit 1\n").expect("a script");
+    let [begun, fail] = ["begun", "fail"].map(|name| elsewhere.path(name));
+    let script = format!(
+        "#!/bin/sh\n: > {}\nwhile ! [ -e {} ]; do sleep 0.01; done\nexit 1\n",
+        begun.display(),
+        fail.display()
+    );
+    std::fs::write(&failing, script).expect("a script");
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(&failing, mode).expect("our own file");
-    let server = serve(&scratch, "raw").0.option("--upgrade-to", &failing).start();
-    let ask = || upgrade(&scratch.socket("control"), &[]).failure("exit status: 1");
-    std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(ask))));
+    let mut server = serve(&scratch, "raw").0.option("--upgrade-to", &failing).start();
+    let control = scratch.socket("control");
+    let ask = || upgrade(&control, &[]).failure("exit status: 1");
+    std::thread::scope(|scope| {
+        let first = scope.spawn(ask);
+        assert!(eventually(Duration::from_secs(60), || begun.exists()), "no upgrade begins");
+        let mut second = Control::connect(&control);
+        let request = json!({ "jsonrpc": "2.0", "id": 1, "method": "server.upgrade" });
+        second.send(request.to_string().as_bytes()).expect("the server listens");
+        // The server refuses a line that is no JSON also during an upgrade. It has received the
+        // second request before this line.
+        let mut other = Control::connect(&control);
+        other.send(b"{").expect("the server listens");
+        other.receive().expect("a refusal");
+        std::fs::write(&fail, "").expect("our own folder");
+        let refusal = second.receive().expect("an answer");
+        assert!(refusal["error"].to_string().contains("exit status: 1"), "{refusal}");
+        first.join().expect("it fails");
+    });
     ask();
+    // The main thread executes what waits for it before this signal.
+    server.signal(Signal::TERM);
+    server.wait(Duration::from_secs(60));
     let log = server.log();
     assert_eq!(log.matches("not upgraded, this server goes on").count(), 3, "{log}");
-    server.stop();
 }
 
 /// Each of several concurrent upgrades succeeds or gets an error, and no replaced server remains.
