@@ -5,13 +5,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use async_lock::Semaphore;
 use blockhouse_engine::timeout;
 use futures_channel::oneshot;
 
 /// How long a file system may take to answer.
 const MAX_ANSWER_TIME: Duration = Duration::from_secs(2);
-/// The maximum number of questions in flight: those to a file system that hangs keep their threads.
+/// The maximum number of threads that ask: those that a file system holds up are lost.
 const MAX_QUESTIONS: usize = 4;
 
 /// Runs `work` on a thread of its own, and waits for its outcome.
@@ -27,30 +28,35 @@ pub(crate) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'st
 }
 
 /// Questions to file systems, any of which may hang.
-#[derive(Default)]
-pub(crate) struct Questions(Arc<()>);
+pub(crate) struct Questions(Arc<Semaphore>);
+
+impl Default for Questions {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(MAX_QUESTIONS)))
+    }
+}
 
 impl Questions {
     /// Runs `ask` on a thread of its own, and waits for its outcome, but not for a file system that
     /// hangs.
     ///
     /// # Errors
-    /// As [`run`]; or `ask`, or `MAX_QUESTIONS` earlier ones, take longer than `MAX_ANSWER_TIME`.
+    /// As [`run`]; or `ask`, with the wait for a thread, takes longer than `MAX_ANSWER_TIME`.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         ask: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T> {
-        let hangs = "the file system of an image does not answer";
-        let question = Arc::clone(&self.0);
-        if Arc::strong_count(&question) > MAX_QUESTIONS + 1 {
-            bail!(hangs);
-        }
-        let work = move || {
-            let answer = ask();
-            drop(question);
-            answer
+        let answer = async {
+            let permit = self.0.acquire_arc().await;
+            run(move || {
+                let answer = ask();
+                drop(permit);
+                answer
+            })
+            .await
         };
-        timeout(MAX_ANSWER_TIME, run(work)).await.context(hangs)?
+        let answer = timeout(MAX_ANSWER_TIME, answer).await;
+        answer.context("the file system of an image does not answer")?
     }
 }
 
@@ -75,11 +81,8 @@ mod tests {
             });
             let outcomes = join_all(hanging).await;
             assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
-            assert!(questions.run(|| 9).await.is_err(), "it has no thread");
+            assert!(questions.run(|| 9).await.is_err(), "no thread is free");
             drop(releases);
-            while Arc::strong_count(&questions.0) > 1 {
-                std::thread::yield_now();
-            }
             assert_eq!(questions.run(|| 8).await.expect("an answer"), 8);
         });
     }
