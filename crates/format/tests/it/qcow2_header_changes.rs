@@ -1,5 +1,6 @@
 //! Changes of names in the header, beside other changes, and a failed flush of a header.
 
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -10,6 +11,7 @@ use blockhouse_format::qcow2::{
     Backing, CreateOptions, DataFile, NewBitmap, OpenOptions, Qcow2, Switch, Voucher, create_with,
 };
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Sim, SimDisk, for_seeds};
+use futures_util::future::{Either, select};
 
 const CLUSTER: u64 = 65_536;
 /// Where the header has its autoclear bits.
@@ -75,6 +77,14 @@ fn another_name_clears_them_also_after_a_change_that_could_not() {
     }
 }
 
+/// Fails `count` writes after the first `n`. The new name of a backing file is beyond the first
+/// sector, so the second write changes the fields.
+fn fail_names(disk: &SimDisk, n: u64, count: u64) {
+    for n in n..n + count {
+        disk.fail(Fault::nth(n, errno::EIO).of(OperationKind::Write));
+    }
+}
+
 /// Whether the failed write of the header got to the disk is not known: the old name is written
 /// again.
 #[test]
@@ -89,7 +99,7 @@ fn the_old_name_stays_after_another_one_that_could_not() {
         let used = disk.clone();
         sim.block_on(async move {
             let image = Qcow2::open(used.clone(), OpenOptions::default()).await.unwrap();
-            used.fail(Fault::nth(0, errno::EIO).of(OperationKind::Write));
+            fail_names(&used, if has_data_file { 0 } else { 1 }, 1);
             let failed = match has_data_file {
                 true => image.header().rename_data_file(b"other").await,
                 false => image.header().set_backing(Some(named(b"base"))).await,
@@ -205,4 +215,86 @@ fn a_new_name_and_another_change_of_the_header_both_get_there() {
         }
         Ok(Report::default())
     });
+}
+
+/// Whether a sector has the names of another one.
+fn has_names_of(sector: &[u8], other: &[u8]) -> bool {
+    sector[8..20] == other[8..20] && sector[112..512] == other[112..512]
+}
+
+/// Neither the new name nor, after that, the old one could be written.
+#[test]
+fn the_old_name_is_stored_by_later_writes_of_the_header() {
+    let mut replaced = 0;
+    for (seed, is_used) in (0..20).flat_map(|seed| [(seed, false), (seed, true)]) {
+        let sim = Sim::new(seed);
+        let before = new_image(&sim, CreateOptions::new(1 << 20));
+        let disk = SimDisk::new(&sim, Config::default(), before.clone());
+        let (used, old) = (disk.clone(), before.clone());
+        let is_replaced = sim.block_on(async move {
+            let image = Qcow2::open(used.clone(), OpenOptions::default()).await.unwrap();
+            fail_names(&used, 1, 2);
+            let failed = image.header().set_backing(Some(named(b"base"))).await;
+            assert_eq!(failed.expect_err("a header write failed").kind(), ErrorKind::Io);
+            let is_replaced = !has_names_of(&used.content(), &old);
+            if is_used {
+                let extent =
+                    image.map(ByteRange::between(0, CLUSTER), Intent::Write).await.unwrap();
+                image.link(extent, Durability::None).await.unwrap();
+                image.flush(SyncMode::Data).await.unwrap();
+            } else {
+                image.close().await.unwrap();
+            }
+            is_replaced
+        });
+        replaced += u32::from(is_replaced);
+        for left in [disk.content(), disk.crash(&mut sim.fork_prng())] {
+            assert!(has_names_of(&left, &before), "seed {seed}, used: {is_used}");
+        }
+    }
+    assert!(replaced > 0, "no failed write got to the disk");
+}
+
+#[test]
+fn a_new_name_may_follow_one_that_could_not_be_undone() {
+    for seed in 0..20 {
+        let sim = Sim::new(seed);
+        let before = new_image(&sim, CreateOptions::new(1 << 20));
+        let disk = SimDisk::new(&sim, Config::default(), before);
+        let used = disk.clone();
+        sim.block_on(async move {
+            let image = Qcow2::open(used.clone(), OpenOptions::default()).await.unwrap();
+            fail_names(&used, 1, 2);
+            image.header().set_backing(Some(named(b"base"))).await.expect_err("it cannot");
+            image.header().set_backing(Some(named(b"other"))).await.unwrap();
+            image.close().await.unwrap();
+            let opened = Qcow2::open(used, OpenOptions::default()).await.unwrap();
+            assert_eq!(opened.facts().backing, Some(named(b"other")), "seed {seed}");
+        });
+    }
+}
+
+#[test]
+fn a_change_of_names_that_is_dropped_leaves_the_old_one() {
+    let mut dropped = 0;
+    for seed in 0..100 {
+        let sim = Sim::new(seed);
+        let delay = Duration::from_micros(sim.fork_prng().u64(..3000));
+        let before = new_image(&sim, CreateOptions::new(1 << 20));
+        let disk = SimDisk::new(&sim, Config::default(), before.clone());
+        let (used, clock) = (disk.clone(), sim.clone());
+        let is_done = sim.block_on(async move {
+            let image = Qcow2::open(used, OpenOptions::default()).await.unwrap();
+            let is_done = {
+                let header = image.header();
+                let change = pin!(header.set_backing(Some(named(b"base"))));
+                matches!(select(change, pin!(clock.sleep(delay))).await, Either::Left(_))
+            };
+            image.close().await.unwrap();
+            is_done
+        });
+        dropped += u32::from(!is_done);
+        assert_eq!(has_names_of(&disk.content(), &before), !is_done, "seed {seed}, {delay:?}");
+    }
+    assert!((1..100).contains(&dropped), "{dropped} of 100");
 }

@@ -294,5 +294,6 @@ impl Tables {
             || self.l1.has_dirty()
             || self.refcount_table.has_dirty()
             || self.headers.wanted() != self.headers.disk()
+            || self.headers.has_old_names()
     }
 }

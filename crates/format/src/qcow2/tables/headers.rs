@@ -3,9 +3,9 @@
 //!
 //! A header write changes only the first sector. If a header write failed or its future was
 //! dropped, its outcome is unknown. The header on disk is then unknown until a later header write
-//! is durable.
+//! is durable. If the write was to store other names, later writes store the old names.
 
-use crate::qcow2::layout::header::{Header, Incompatible};
+use crate::qcow2::layout::header::{Header, Incompatible, SECTOR};
 
 /// Both versions of the header, and the progress of writes of it.
 pub(crate) struct Headers {
@@ -19,12 +19,32 @@ pub(crate) struct Headers {
     durable: u64,
     /// The number of the newest header write that stored the extensions.
     extended: u64,
+    /// The old names, if it is unknown whether a failed change has replaced them on disk.
+    old_names: Option<OldNames>,
+}
+
+/// Names that each header write stores, until one of these writes is durable.
+struct OldNames {
+    /// The first sector with these names.
+    sector: Vec<u8>,
+    /// The length of the header's fields.
+    length: usize,
+    /// The number of the first header write that stores the names.
+    first_write: u64,
+}
+
+/// Stores the names of `sector`, a header's first sector, into `bytes`: the fields of the backing
+/// file's name, and all after the fields, which have `length` bytes.
+pub(crate) fn put_names(bytes: &mut [u8], length: usize, sector: &[u8]) {
+    bytes[8..20].copy_from_slice(&sector[8..20]);
+    bytes[length..SECTOR].copy_from_slice(&sector[length..SECTOR]);
 }
 
 impl Headers {
     /// For an image with this header on disk.
     pub(crate) fn new(header: Header) -> Self {
-        Self { wanted: header.clone(), disk: header, begun: 0, ended: 0, durable: 0, extended: 0 }
+        let (wanted, disk) = (header.clone(), header);
+        Self { wanted, disk, begun: 0, ended: 0, durable: 0, extended: 0, old_names: None }
     }
 
     /// The header that the next writeback is to leave on disk.
@@ -57,6 +77,19 @@ impl Headers {
         self.extended = 0;
     }
 
+    /// Makes each header write store the names of `sector`, the first sector before a change of
+    /// names that failed or was dropped, until one of these writes is durable. The names in memory
+    /// are the old ones already.
+    pub(crate) fn restore_names(&mut self, sector: &[u8]) {
+        let (sector, length) = (sector[..SECTOR].to_vec(), self.disk.length);
+        self.old_names = Some(OldNames { sector, length, first_write: self.begun + 1 });
+    }
+
+    /// Whether the old names must be stored again.
+    pub(crate) fn has_old_names(&self) -> bool {
+        self.old_names.is_some()
+    }
+
     /// Begins a write that changes the header on disk: patches `bytes`, the header's first bytes.
     /// Extensions that change or move must fit into the first sector ([`Header::fit_extensions`]).
     /// Returns the number of the write.
@@ -66,6 +99,9 @@ impl Headers {
         bytes: &mut [u8],
     ) -> u64 {
         let (extensions, length) = (self.disk.extensions.clone(), self.disk.length);
+        if let Some(OldNames { sector, length, .. }) = &self.old_names {
+            put_names(bytes, *length, sector);
+        }
         change(&mut self.disk);
         self.wanted.incompatible = self.disk.incompatible;
         self.wanted.autoclear = self.disk.autoclear;
@@ -95,11 +131,12 @@ impl Headers {
     /// Records that a flush has covered the header writes up to `number`.
     pub(crate) fn set_durable(&mut self, number: u64) {
         self.durable = self.durable.max(number);
+        self.old_names.take_if(|names| names.first_write <= number);
     }
 
-    /// Whether a header write was begun that may not be durable.
+    /// Whether a header write was begun that may not be durable, or names must be stored again.
     pub(crate) fn is_write_unknown(&self) -> bool {
-        self.durable < self.begun
+        self.durable < self.begun || self.has_old_names()
     }
 
     /// Whether the header on disk has this bit durably.

@@ -40,6 +40,7 @@ use crate::qcow2::layout::header::Header;
 pub(crate) use dirty::{WritebackBatch, WritebackReason, WritebackScope};
 pub(crate) use file_end::FileEnd;
 pub(crate) use freeze::{FreezeState, ThawEvent};
+pub(crate) use headers::put_names;
 pub(crate) use redo::{EntryRun, LatestChanges, REDO_LOG_WORDS, RedoChange, RedoLog, RedoRecord};
 pub(crate) use refcounts::{LastCounted, Scan};
 pub(crate) use slice_cache::{DataStability, Fetch, SliceId, SliceKind};

@@ -23,6 +23,7 @@ use crate::qcow2::layout::limits::MAX_FILE_NAME;
 use crate::qcow2::layout::options::{Backing, DataFile};
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::words::be64;
+use crate::qcow2::tables::put_names;
 use crate::qcow2::writeback::Metadata;
 
 impl<S: Storage> Qcow2Header<'_, S> {
@@ -33,7 +34,8 @@ impl<S: Storage> Qcow2Header<'_, S> {
     /// # Errors
     /// `InvalidInput` for a name that is empty, too long, or too long for the header, and for any
     /// name if the data file is the raw disk; `ReadOnly`; storage errors. If a header write
-    /// fails, the old name is written again; if that fails, too, the image has one of the two.
+    /// fails, the old name is written again. If that fails, too, the image has one of the two until
+    /// the next header write, at the latest that of the closing, stores the old name.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         rare(change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions)).await
     }
@@ -55,6 +57,7 @@ async fn change_backing<S: Storage>(
 ) -> Result<()> {
     metadata.check_writable()?;
     metadata.flush(SyncMode::Full).await?;
+    restore_names(metadata).await?;
     let storage = metadata.storage();
     let invalid = |what: &str| {
         Error::new(ErrorKind::InvalidInput, format!("cannot change the backing file: {what}"))
@@ -89,10 +92,19 @@ async fn change_backing<S: Storage>(
         metadata.writer().write_header_part(part.clone(), patch).await?;
         metadata.sync(SyncMode::Data).await?;
     }
-    if let Err(error) = write_names(metadata, new.length, &after).await {
-        // It is unknown which name is on disk, so the old one is written again. If that fails, too
-        // (a full host), guests go on: a detached backing file has nothing that they need.
-        let _ = write_names(metadata, new.length, &bytes).await;
+    let mut change = NameChange { metadata, old: &bytes, is_durable: false };
+    // Other fields stay as they are: a writeback may change them at the same time.
+    let patch = |bytes: &mut [u8]| put_names(bytes, new.length, &after);
+    let written = match metadata.writer().write_header(patch).await {
+        Ok(()) => metadata.sync(SyncMode::Data).await,
+        Err(error) => Err(error),
+    };
+    change.is_durable = written.is_ok();
+    drop(change);
+    if let Err(error) = written {
+        // If that fails, too (a full host), guests go on, and the next header write repeats it: a
+        // detached backing file has nothing that they need.
+        let _ = restore_names(metadata).await;
         return Err(error);
     }
     let mut state = metadata.lock();
@@ -101,20 +113,29 @@ async fn change_backing<S: Storage>(
     Ok(())
 }
 
-/// Durably writes the names in `sector`, a header's first sector: the fields of the backing file's
-/// name, and all after the fields, which have `length` bytes. Other fields stay as they are: a
-/// writeback may change them at the same time.
-pub(super) async fn write_names<S: Storage>(
-    metadata: &Metadata<S>,
-    length: usize,
-    sector: &[u8],
-) -> Result<()> {
-    let patch = |bytes: &mut [u8]| {
-        bytes[8..20].copy_from_slice(&sector[8..20]);
-        bytes[length..SECTOR].copy_from_slice(&sector[length..SECTOR]);
-    };
-    metadata.writer().write_header(patch).await?;
-    metadata.sync(SyncMode::Data).await
+/// A change of the names on disk. If it is dropped before it is durable, it is unknown which names
+/// are on disk, so later header writes store the old ones.
+struct NameChange<'a, S: Storage> {
+    metadata: &'a Metadata<S>,
+    /// The first sector with the old names.
+    old: &'a [u8],
+    is_durable: bool,
+}
+
+impl<S: Storage> Drop for NameChange<'_, S> {
+    fn drop(&mut self) {
+        if !self.is_durable {
+            self.metadata.lock().tables.headers.restore_names(self.old);
+        }
+    }
+}
+
+/// Durably stores the old names again, if a change of names failed and was not undone.
+pub(super) async fn restore_names<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    if metadata.lock().tables.headers.has_old_names() {
+        metadata.rewrite_header(|_| ()).await?;
+    }
+    Ok(())
 }
 
 /// Durably moves the name of the backing file out of the first sector to make space for extensions,
@@ -123,6 +144,7 @@ pub(super) async fn write_names<S: Storage>(
 /// # Errors
 /// As [`Qcow2Header::set_backing`].
 pub(super) async fn free_first_sector<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    restore_names(metadata).await?;
     let backing = metadata.lock().tables.headers.disk().backing.clone();
     if backing.is_none() || metadata.geometry().cluster_size() <= SECTOR as u64 {
         return Ok(());

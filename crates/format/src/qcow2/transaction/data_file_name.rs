@@ -10,7 +10,7 @@ use crate::qcow2::layout::limits::MAX_FILE_NAME;
 use crate::qcow2::layout::options::DataFile;
 use crate::qcow2::layout::table_io;
 
-use super::backing::{free_first_sector, write_names};
+use super::backing::{free_first_sector, restore_names};
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Gives the data file another name, durably, by one write of the header: after a crash the
@@ -53,8 +53,12 @@ impl<S: Storage> Qcow2Header<'_, S> {
         if let Err(error) = metadata.rewrite_header(change).await {
             // It is unknown which name is on disk, so the old one is written again. In memory it is
             // set first, because other writes of the header repeat extensions that are not durable.
-            metadata.lock().tables.headers.set_names(&old);
-            let restored = write_names(metadata, old.length, &sector).await;
+            {
+                let mut state = metadata.lock();
+                state.tables.headers.set_names(&old);
+                state.tables.headers.restore_names(&sector);
+            }
+            let restored = restore_names(metadata).await;
             let _ = restored.inspect_err(|_| metadata.writer().fail(&error));
             return Err(error);
         }
