@@ -22,7 +22,8 @@ pub enum KeySlotChange {
         /// The time that opening the slot is to take.
         time: Duration,
     },
-    /// Erases a slot.
+    /// Erases a slot. If it is not in use, its area is overwritten, too, because an earlier erasure
+    /// may have been interrupted.
     EraseSlot(u32),
     /// Erases all slots that a secret opens.
     EraseSecret(usize),
@@ -82,19 +83,19 @@ pub fn change_key_slots<'a>(
                     new_slot(header, &areas, &openers, named(secret)?, time).map_err(on_disk)?;
                 return encryption.set_slot(storage, number, &slot).await.map_err(on_disk);
             }
-            KeySlotChange::EraseSlot(number) if header.has_slot(number) => vec![number],
-            KeySlotChange::EraseSlot(number) => {
-                return Err(refuse(format!("the key slot {number} is not in use")));
-            }
+            KeySlotChange::EraseSlot(number) => vec![number],
             KeySlotChange::EraseSecret(secret) => {
                 let found = slots_of(header, &areas, named(secret)?).map_err(on_disk)?;
                 if found.is_empty() {
-                    return Err(refuse("the old key opens none of its key slots".into()));
+                    let error = refuse("the old key opens none of its key slots".into());
+                    let hint = "if its erasure was interrupted, erase its slot by number";
+                    return Err(error.hint(hint));
                 }
                 found
             }
         };
-        if numbers.len() == header.slots.len() && last_key == LastKey::Keep {
+        let in_use = numbers.iter().filter(|&&number| header.has_slot(number)).count();
+        if in_use > 0 && in_use == header.slots.len() && last_key == LastKey::Keep {
             let what = match change {
                 KeySlotChange::EraseSlot(number) => {
                     format!("the key slot {number} is the only one in use")
@@ -109,4 +110,66 @@ pub fn change_key_slots<'a>(
         }
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use blockhouse_disk::ImageFormat;
+    use blockhouse_engine::{EngineChoice, EventLoop};
+    use blockhouse_format::NewLuks;
+
+    use super::*;
+    use crate::image_options::ImageOptions;
+    use crate::open_image::open;
+
+    /// The records of the slots 0 and 1 without the fields of their areas.
+    const RECORDS: [std::ops::Range<usize>; 2] = [208..248, 256..296];
+
+    async fn change(image: &Path, secrets: &Secrets, change: KeySlotChange) -> Result<()> {
+        let (format, secrets) = (Some(ImageFormat::Luks), secrets.clone());
+        let options = ImageOptions { format, secrets: secrets.clone(), ..ImageOptions::default() };
+        let disk = open(image, options).await.unwrap();
+        let changed = change_key_slots(&disk, &secrets, change, LastKey::Keep).await;
+        disk.close().await.unwrap();
+        changed
+    }
+
+    #[test]
+    fn the_repeated_erasure_of_a_slot_overwrites_its_area() {
+        let folder = tempfile::tempdir().unwrap();
+        let [old, new, image] = ["old", "new", "image"].map(|name| folder.path().join(name));
+        fs::write(&old, "old").unwrap();
+        fs::write(&new, "new").unwrap();
+        let secrets: Secrets =
+            [old, new].iter().map(|path| Secret::from_key_file(path).unwrap()).collect();
+        let time = Duration::from_millis(1);
+        let mut bytes = secrets.create_header(0, time).unwrap();
+        bytes.resize(bytes.len() + (1 << 20), 0);
+        fs::write(&image, bytes).unwrap();
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            let add = KeySlotChange::Add { secret: 1, slot: Some(1), time };
+            change(&image, &secrets, add).await.unwrap();
+            // A crash between the two writes of an erasure leaves this.
+            let mut bytes = fs::read(&image).unwrap();
+            assert_eq!(bytes[RECORDS[1].start..][..4], bytes[RECORDS[0].start..][..4]);
+            bytes[RECORDS[1].clone()].fill(0);
+            bytes[RECORDS[1].start + 2..][..2].copy_from_slice(&[0xde, 0xad]);
+            fs::write(&image, &bytes).unwrap();
+            change(&image, &secrets, KeySlotChange::EraseSlot(1)).await.unwrap();
+            let after = fs::read(&image).unwrap();
+            assert_eq!(after[..NewLuks::AREA], bytes[..NewLuks::AREA]);
+            let area = NewLuks::AREA + NewLuks::AREA_LENGTH.next_multiple_of(4096);
+            for at in (area..area + NewLuks::AREA_LENGTH).step_by(512) {
+                assert_ne!(after[at..at + 512], bytes[at..at + 512], "offset {at}");
+            }
+            for (slot, words) in [(0, "only one in use"), (8, "no key slot 8")] {
+                let refused = change(&image, &secrets, KeySlotChange::EraseSlot(slot)).await;
+                let error = refused.unwrap_err().to_string();
+                assert!(error.contains(words), "{error}");
+            }
+        });
+    }
 }

@@ -4,7 +4,8 @@
 //! gets another key, its record is durable as not in use before its area is overwritten. So a slot
 //! that is marked as in use has a key after any crash, and may be counted as one that opens the
 //! disk. After a crash between the two writes of an erasure, the area is useless without the salt,
-//! which the record had.
+//! which the record had. The repeated erasure overwrites the area, because slots that are not in
+//! use are erased, too.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -37,7 +38,10 @@ impl LuksHeader {
     fn area_of(&self, number: u32) -> Result<ByteRange> {
         let length = self.key_bytes as u64 * NewLuks::STRIPES as u64;
         let length = length.next_multiple_of(512);
-        let start = self.slot_offsets.get(number as usize).copied().unwrap_or(0);
+        let Some(&start) = self.slot_offsets.get(number as usize) else {
+            let what = format!("there is no key slot {number}");
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        };
         let range = ByteRange::new(start, length)
             .filter(|range| range.offset() >= END_OF_SLOTS && range.end() <= self.payload);
         let others = self.slot_offsets.iter().enumerate();
@@ -60,8 +64,9 @@ impl LuksEncryption {
     /// before the new one is stored.
     ///
     /// # Errors
-    /// `Unsupported` for another version than 1, or for slots of another size than usual; `Corrupt`
-    /// if the slot's area overlaps other data; or errors of the storage.
+    /// `Unsupported` for another version than 1, or for slots of another size than usual;
+    /// `InvalidInput` if there is no such slot; `Corrupt` if its area overlaps other data; errors
+    /// of the storage.
     pub async fn set_slot<S: Storage>(
         &self,
         storage: &S,
@@ -77,8 +82,8 @@ impl LuksEncryption {
         self.write_record(storage, number, area, key).await
     }
 
-    /// Erases a slot, durably: its record, then its area, which is overwritten with `random`, up to
-    /// the shorter of the two lengths.
+    /// Erases a slot, in use or not, durably: its record, then its area, which is overwritten with
+    /// `random`, up to the shorter of the two lengths.
     ///
     /// # Errors
     /// As [`set_slot`](Self::set_slot).
