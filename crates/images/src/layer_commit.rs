@@ -20,12 +20,12 @@ use crate::images_over::check_only_over;
 use crate::lock::become_reader;
 use crate::moved_record::{has_commit_begun, is_forked, record_committed, record_forked};
 use crate::open_image::open_behind;
-use crate::reader_locks::{check_alone, lock_readers};
+use crate::reader_locks::{ReaderLocksGuard, check_alone, lock_readers};
 
 /// Opens for writing the images that a commit of layers of `disk` changes; the disk was opened with
 /// `options`, and its image is at `path`. Other programs cannot open these images, not even for
-/// reading. The caller must [end](end_layer_commit) the commit in every case. Needs the event loop
-/// of the current thread.
+/// reading. The caller must [end](end_layer_commit) the commit in every case. If the future is
+/// dropped, others may read the images again. Needs the event loop of the current thread.
 ///
 /// # Errors
 /// As [`open_base`](crate::open_base), of the base and of the image above the layers;
@@ -49,23 +49,27 @@ pub fn begin_layer_commit<'a>(
             0 => None,
             _ => Some(opener.open(above, Purpose::Image).await?),
         };
-        let lower = match opener.open(base, Purpose::Disk).await {
+        let (lower, lower_guard) = match opener.open(base, Purpose::Disk).await {
             Ok(lower) => lower,
             Err(error) => {
-                opener.give_back(upper.as_deref(), above).await;
+                give_back(upper).await;
                 return Err(error);
             }
         };
         let (file, name) = (lower.image().file().is_some(), lower.image().image_name().to_owned());
-        let made = LayerCommit::new(Arc::clone(disk), left_out, upper.clone(), Arc::clone(&lower));
+        let (opened, upper_guard) = upper.unzip();
+        let made = LayerCommit::new(Arc::clone(disk), left_out, opened.clone(), Arc::clone(&lower));
         let commit = match made {
             Ok(commit) => commit,
             Err(error) => {
-                opener.give_back(Some(&lower), base).await;
-                opener.give_back(upper.as_deref(), above).await;
+                give_back(Some((lower, lower_guard))).await;
+                give_back(opened.zip(upper_guard)).await;
                 return Err(error);
             }
         };
+        // From now on the disk reads the base through its new opening.
+        lower_guard.keep();
+        let lower_guard = guard_of(lower.image().layer(), &lower, &options);
         let base = Some(PathBuf::from(name)).filter(|base| file && is_forked(base));
         let begin = commit.begin(|| match &base {
             Some(base) => record_committed(base, opener.path_of(left_below(&commit))),
@@ -75,6 +79,8 @@ pub fn begin_layer_commit<'a>(
             end_layer_commit(&commit, &options).await;
             return Err(error);
         }
+        lower_guard.keep();
+        upper_guard.into_iter().for_each(ReaderLocksGuard::keep);
         let [above, top] = [above, above + 1].map(|depth| opener.path_of(depth).to_owned());
         Ok(commit.before_naming(move || match &base {
             // If a commit into the highest layer has begun, the base gets its changes as well.
@@ -136,18 +142,109 @@ impl Opener<'_> {
         if depth == 0 { self.path } else { Path::new(self.layers[depth].image_name()) }
     }
 
-    async fn open(&self, depth: usize, purpose: Purpose) -> Result<Arc<ImageDisk>> {
+    async fn open(&self, depth: usize, purpose: Purpose) -> Result<Opened> {
         let options = self.options.clone().for_purpose(purpose);
         let image = open_behind(&self.layers[..depth], self.path_of(depth - 1), options).await?;
-        Ok(Arc::new(Disk::new(image)))
+        let opened = Arc::new(Disk::new(image));
+        let Some(layer) = self.layers[depth - 1].backing_layer() else {
+            unreachable!("it was opened")
+        };
+        let guard = guard_of(layer, &opened, self.options);
+        Ok((opened, guard))
+    }
+}
+
+/// An image that is open for writing, and the guard of its layer's locks.
+type Opened = (Arc<ImageDisk>, ReaderLocksGuard);
+
+/// The guard of the locks of `layer` while `opened` has them.
+fn guard_of(
+    layer: &Arc<Layer<ImageStorage>>,
+    opened: &ImageDisk,
+    options: &ImageOptions,
+) -> ReaderLocksGuard {
+    ReaderLocksGuard::new(layer, options.locking).of_opened(opened.image())
+}
+
+/// Closes an image to which nothing was written, and locks its layer again.
+async fn give_back(opened: Option<Opened>) {
+    let Some((opened, _guard)) = opened else { return };
+    if let Err(error) = opened.close().await {
+        tracing::warn!("{error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+    use std::task::Poll;
+    use std::time::Duration;
+
+    use blockhouse_disk::ImageFormat;
+    use blockhouse_engine::{EngineChoice, EventLoop, is_byte_locked, sleep};
+    use blockhouse_format::qcow2::{Backing, CreateOptions};
+    use futures_util::poll;
+
+    use super::*;
+    use crate::create::{create, create_qcow2};
+    use crate::further_base::find_layers;
+    use crate::open_image::open;
+
+    /// The byte that a writer locks.
+    const WRITES: u64 = 101;
+    /// The byte that keeps others from writing.
+    const REFUSES_WRITES: u64 = 201;
+
+    fn is_locked(path: &Path, byte: u64) -> bool {
+        is_byte_locked(File::open(path).unwrap().as_fd(), byte).unwrap()
     }
 
-    /// Closes an image to which nothing was written.
-    async fn give_back(&self, opened: Option<&ImageDisk>, depth: usize) {
-        let Some(opened) = opened else { return };
-        if let Err(error) = opened.close().await {
-            tracing::warn!("{error}");
-        }
-        read_again(opened, self.layers[depth], self.options);
+    #[test]
+    fn a_beginning_that_is_dropped_leaves_the_layers_locked() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, top, above, path] =
+            ["base", "top", "above", "disk"].map(|name| folder.path().join(name));
+        let changed = [&base, &above];
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            create(&base, 1 << 20, ImageFormat::Qcow2).await.unwrap();
+            for (name, image) in [("base", &top), ("top", &above), ("above", &path)] {
+                let backing = Backing { name: name.into(), format: Some("qcow2".into()) };
+                // The base becomes longer when the commit begins.
+                let new = CreateOptions { backing: Some(backing), ..CreateOptions::new(2 << 20) };
+                create_qcow2(image, &new, Default::default()).await.unwrap();
+            }
+            let format = Some(ImageFormat::Qcow2);
+            let options = ImageOptions { format, ..ImageOptions::default() };
+            let disk = Arc::new(open(&path, options.clone()).await.unwrap());
+            for steps in (0..).map(|round| (2 + round % 2) << (round / 2)) {
+                let left_out = find_layers(&disk, &top, None, None).unwrap();
+                let mut begin = begin_layer_commit(&disk, left_out, &path, &options);
+                let mut begun = Poll::Pending;
+                for _ in 0..steps {
+                    begun = poll!(&mut begin);
+                    if begun.is_ready() {
+                        break;
+                    }
+                    blockhouse_core::yield_now().await;
+                }
+                drop(begin);
+                if let Poll::Ready(commit) = begun {
+                    assert!(changed.iter().all(|path| is_locked(path, WRITES)));
+                    end_layer_commit(&commit.unwrap(), &options).await;
+                    break;
+                }
+                let are_kept = changed.iter().all(|path| is_locked(path, REFUSES_WRITES));
+                assert!(are_kept, "dropped after {steps} steps");
+                // The last operation of the opening ends.
+                while changed.iter().any(|path| is_locked(path, WRITES)) {
+                    sleep(Duration::from_millis(1)).await;
+                }
+                let are_kept = changed.iter().all(|path| is_locked(path, REFUSES_WRITES));
+                assert!(are_kept, "some time after the drop after {steps} steps");
+            }
+            assert!(changed.iter().all(|path| is_locked(path, REFUSES_WRITES)));
+            assert!(!changed.iter().any(|path| is_locked(path, WRITES)));
+        });
     }
 }
