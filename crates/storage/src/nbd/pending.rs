@@ -15,6 +15,7 @@
 //!   detected.
 //! - A request whose memory has vanished fails with EFAULT, whatever the server answers.
 //! - An answered write is counted as not flushed (`UnflushedWrites`) before its future is ready.
+//! - A request that ends each stream is not sent again without a limit ([`MAX_ENDED_STREAMS`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -28,6 +29,11 @@ use slab::Slab;
 use super::parts::Parts;
 use super::unflushed::{FlushMark, UnflushedWrites};
 use crate::detached::DetachedSyncs;
+
+/// How many streams may end while a request is the oldest one in flight, although they answered
+/// other requests. Then the request fails, because the server may end each stream at it. Streams
+/// without an answer do not count: the reconnect time limits them.
+pub(super) const MAX_ENDED_STREAMS: u32 = 8;
 
 /// The server's status of the first blocks of a range: the number of bytes that have the status,
 /// and its flags.
@@ -54,6 +60,8 @@ struct Slot {
     header: RequestHeader,
     /// Whether the request was taken out of the queue for the present stream.
     is_sent: bool,
+    /// How many streams that answered other requests have ended while this was the oldest one.
+    ended_streams: u32,
     /// Whether the request makes data durable: a flush, or a request with FUA.
     is_sync: bool,
     body: Body,
@@ -114,6 +122,7 @@ impl Pending {
         entry.insert(Slot {
             header,
             is_sent: false,
+            ended_streams: 0,
             is_sync,
             body,
             status,
@@ -274,20 +283,42 @@ impl Pending {
     /// Queues all requests with incomplete replies again, the oldest first. No request may be in
     /// the middle of being sent, and no reply in the middle of being received.
     pub(super) fn queue_again(&mut self) {
-        let mut again = Vec::new();
-        for (_, slot) in self.slots.iter_mut().filter(|(_, slot)| slot.outcome.is_none()) {
-            (slot.is_sent, slot.status, slot.error) = (false, None, None);
-            if let Body::Data(parts) = &mut slot.body {
-                parts.forget_data();
-            }
-            again.push(slot.header.cookie);
-        }
+        let open = self.slots.iter().filter(|(_, slot)| slot.outcome.is_none());
+        let mut again: Vec<_> = open.map(|(_, slot)| slot.header.cookie).collect();
         // Sorted by age: the distance between the cookie's generation and the last one. The
         // distance is right even after the counter has wrapped.
         let last = self.generation;
         again.sort_by_key(|cookie| std::cmp::Reverse(last.wrapping_sub((cookie >> 32) as u32)));
+        if let Some(&oldest) = again.first().filter(|_| self.has_answered) {
+            let slot = &mut self.slots[key(oldest)];
+            slot.ended_streams += u32::from(slot.is_sent);
+        }
+        for cookie in &again {
+            let slot = &mut self.slots[key(*cookie)];
+            (slot.is_sent, slot.status, slot.error) = (false, None, None);
+            if let Body::Data(parts) = &mut slot.body {
+                parts.forget_data();
+            }
+        }
         self.queue = again.into();
         self.has_answered = false;
+    }
+
+    /// Fails the first queued request with an `error` of its header if it has ended
+    /// [`MAX_ENDED_STREAMS`] streams. Returns the task to wake.
+    pub(super) fn fail_suspect(
+        &mut self,
+        error: impl FnOnce(&RequestHeader) -> Error,
+        detached: &DetachedSyncs,
+    ) -> Option<Waker> {
+        let cookie = *self.queue.front()?;
+        let slot = &mut self.slots[key(cookie)];
+        if slot.ended_streams < MAX_ENDED_STREAMS {
+            return None;
+        }
+        self.queue.pop_front();
+        slot.outcome = Some(Err(error(&slot.header)));
+        self.publish(cookie, detached)
     }
 
     /// Ends all requests with an error. Returns the tasks to wake. No payload comes back after
@@ -369,6 +400,42 @@ mod tests {
         assert_eq!(pending.fail_all(&error, &detached).len(), 2);
         assert!(pending.poll(answered, Waker::noop()).unwrap().is_ok());
         assert!(pending.poll(sent, Waker::noop()).unwrap().is_err());
+    }
+
+    #[test]
+    fn the_oldest_request_fails_after_the_last_stream_that_it_may_end() {
+        let (mut pending, detached) = pending();
+        let [oldest, other] = [0, 1].map(|_| insert_write(&mut pending));
+        let send_all = |pending: &mut Pending| {
+            while let Some((header, payload)) = pending.next_queued() {
+                pending.give_back(header.cookie, payload.unwrap(), &detached);
+            }
+        };
+        let fail = |pending: &mut Pending| {
+            let error = |_: &RequestHeader| Error::new(ErrorKind::Io, "it ends streams");
+            pending.fail_suspect(error, &detached).is_some()
+        };
+        let is_failed = |pending: &mut Pending, cookie| {
+            pending.poll(cookie, Waker::noop()).map(|outcome| outcome.is_err())
+        };
+        for _ in 0..MAX_ENDED_STREAMS {
+            assert_eq!(is_failed(&mut pending, oldest), None);
+            assert!(!fail(&mut pending));
+            // A stream that answers nothing does not count.
+            send_all(&mut pending);
+            pending.queue_again();
+            let answered = insert_write(&mut pending);
+            send_all(&mut pending);
+            pending.complete(answered, &detached).unwrap();
+            assert_eq!(is_failed(&mut pending, answered), Some(false));
+            pending.queue_again();
+        }
+        assert!(fail(&mut pending), "its task is woken");
+        assert_eq!(is_failed(&mut pending, oldest), Some(true));
+        assert!(!fail(&mut pending));
+        send_all(&mut pending);
+        pending.complete(other, &detached).unwrap();
+        assert_eq!(is_failed(&mut pending, other), Some(false));
     }
 
     #[test]

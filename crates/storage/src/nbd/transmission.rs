@@ -15,7 +15,7 @@ use blockhouse_nbd_protocol::{CommandFlags, Framing};
 use parking_lot::Mutex;
 
 use super::dial::Dial;
-use super::pending::{BlockStatus, Body, Pending};
+use super::pending::{BlockStatus, Body, MAX_ENDED_STREAMS, Pending};
 use super::unflushed::{StreamGuard, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
@@ -100,11 +100,25 @@ impl Transmission {
         self.state.lock().pending.is_stuck()
     }
 
-    /// Queues all requests without a reply for a new stream.
+    /// Queues all requests without a reply for a new stream. One that has ended too many fails.
     pub(super) fn queue_again(&self) {
         let mut state = self.state.lock();
         state.outage = None;
         state.pending.queue_again();
+        let error = |request: &RequestHeader| {
+            let what = format!(
+                "{MAX_ENDED_STREAMS} connections, which answered other requests, ended before the \
+                 reply to command {} for {} bytes",
+                request.kind, request.length
+            );
+            let error = Error::new(ErrorKind::Io, what).on(self.dial.name()).at(request.offset);
+            let error = error.hint("see in the server's log why it ends them");
+            tracing::error!("{error}");
+            error
+        };
+        let waker = state.pending.fail_suspect(error, &self.detached);
+        drop(state);
+        waker.into_iter().for_each(Waker::wake);
     }
 
     pub(super) fn framing(&self) -> Framing {

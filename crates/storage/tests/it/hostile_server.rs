@@ -255,6 +255,65 @@ fn a_request_that_ends_each_connection_fails_after_the_reconnect_time() {
     assert!((1..=7).contains(&requests), "{requests} requests");
 }
 
+/// Serves one client until it has asked for `bad`, and for other bytes, which are zeros. Returns
+/// whether it did.
+fn serve_all_but(client: &mut UnixStream, bad: u64) -> bool {
+    let (mut was_bad, mut has_answered) = (false, false);
+    while !(was_bad && has_answered) {
+        let mut head = [0; 28];
+        if client.read_exact(&mut head).is_err() {
+            return false;
+        }
+        if head[16..24] == bad.to_be_bytes() {
+            was_bad = true;
+        } else if head[6..8] == [0, 0] {
+            // A last chunk of data.
+            let start = [&0x668e_33ef_u32.to_be_bytes()[..], &[0, 1, 0, 1], &head[8..16]].concat();
+            let chunk = [&start[..], &520_u32.to_be_bytes(), &head[16..24], &[0; 512]].concat();
+            has_answered = client.write_all(&chunk).is_ok();
+        }
+    }
+    true
+}
+
+#[test]
+fn a_request_that_ends_each_connection_fails_although_others_are_answered() {
+    const BAD: u64 = 4096;
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("nbd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = std::thread::spawn(move || {
+        (0..)
+            .take_while(|_| {
+                let mut client = listener.accept().unwrap().0;
+                greet(&mut client).unwrap();
+                serve_all_but(&mut client, BAD)
+            })
+            .count()
+    });
+    EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+        let disk = NbdStorage::connect(uri(&socket), 2 * HANG).await.unwrap();
+        let is_over = std::cell::Cell::new(false);
+        let mut buffers = [Buffer::new(512), Buffer::new(512)];
+        let [first, second] = &mut buffers;
+        let bad = async {
+            let read = timeout(HANG, disk.read(BAD, first.lend())).await;
+            is_over.set(true);
+            read
+        };
+        let others = async {
+            while !is_over.get() {
+                disk.read(0, second.lend()).await.expect("the others go on");
+            }
+        };
+        let (read, ()) = join(bad, others).await;
+        let error = read.expect("the read fails").unwrap_err().to_string();
+        assert!(error.contains("8 connections") && error.contains("offset 4096"), "{error}");
+        disk.disconnect();
+    });
+    assert_eq!(server.join().unwrap(), 8);
+}
+
 #[test]
 fn requests_wait_no_longer_for_a_server_that_greets_nobody() {
     let folder = tempfile::tempdir().unwrap();
