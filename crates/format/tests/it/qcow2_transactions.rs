@@ -194,3 +194,48 @@ fn a_write_does_not_fail_for_clusters_that_were_discarded_before() {
         image.close().await.expect("the refcounts are readable again");
     });
 }
+
+/// The clusters of one L2 table lie in many slices of refcounts.
+#[test]
+fn no_more_refcounts_are_dirty_at_once_than_the_limit_when_clusters_are_freed() {
+    const SMALL: u64 = 512;
+    const TABLE: u64 = SMALL / 8 * SMALL;
+    // The clusters that a slice of refcounts counts.
+    const COUNTED: u64 = SMALL / 2;
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    let used = disk.clone();
+    sim.block_on(async move {
+        let size = 2 * SMALL / 8 * COUNTED * SMALL;
+        let options = CreateOptions { cluster_size: SMALL, ..CreateOptions::new(size) };
+        create(&used, &options).await.unwrap();
+        let image = open(&used).await;
+        let filler = (COUNTED - 1) * SMALL;
+        for at in 0..TABLE / SMALL {
+            write(&image, at * SMALL, &[1; SMALL as usize], 0).await.unwrap();
+            write(&image, TABLE + at * filler, &vec![1; filler as usize], 0).await.unwrap();
+        }
+        image.close().await.unwrap();
+        let options = OpenOptions { cache_size: 16 * SMALL, ..OpenOptions::default() };
+        let image = Qcow2::open(used.clone(), options).await.unwrap();
+        used.take_log();
+        unmap(&image, ByteRange::between(0, TABLE), Intent::Discard, 0).await.unwrap();
+        image.close().await.unwrap();
+    });
+    let content = disk.content();
+    let word = |at: u64| u64::from_be_bytes(content[at as usize..][..8].try_into().unwrap());
+    let table = word(48);
+    let blocks: Vec<_> = (0..SMALL / 8).map(|index| word(table + 8 * index)).collect();
+    let mut together = vec![0];
+    for operation in disk.take_log() {
+        match operation {
+            Operation::Flush(_) => together.push(0),
+            Operation::Write(range, _) if blocks.contains(&range.offset()) => {
+                *together.last_mut().unwrap() += 1;
+            }
+            _ => {}
+        }
+    }
+    assert!(together.iter().sum::<u64>() > 32, "{together:?}");
+    assert!(together.iter().all(|&writes| writes <= 16), "{together:?}");
+}

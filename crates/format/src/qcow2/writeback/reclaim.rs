@@ -36,6 +36,15 @@ impl Drop for FreeingGuard<'_> {
     }
 }
 
+/// Whether freeable clusters remain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Frees {
+    /// All clusters that were freeable are free.
+    Done,
+    /// The limit of dirty slices is reached.
+    Remain,
+}
+
 /// Clusters whose punch has not begun. If the guard is dropped, they are punched and freed later.
 struct UnpunchedGuard<'a> {
     state: &'a Mutex<State>,
@@ -111,21 +120,22 @@ impl<S: Storage> Metadata<S> {
             }
             rare(self.write_back(WritebackReason::StableData)).await?;
         }
-        self.process_frees().await
+        free_all(self).await
     }
 
     /// Lowers the refcounts of clusters without references, and deallocates their space on the
-    /// host.
-    pub(super) async fn process_frees(&self) -> Result<()> {
+    /// host, until the limit of dirty slices is reached. The next writeback continues: one cannot
+    /// run here, because its end waits for the lock that this holds.
+    pub(super) async fn process_frees(&self) -> Result<Frees> {
         let freed = self.free_freeable().await;
         self.marking(freed).await
     }
 
-    async fn free_freeable(&self) -> Result<()> {
+    async fn free_freeable(&self) -> Result<Frees> {
         let _alone = self.free_lock.acquire().await;
         let count = self.state.lock().allocator.frees.freeable();
         if count == 0 {
-            return Ok(());
+            return Ok(Frees::Done);
         }
         self.reads.synchronize().await;
         for _ in 0..count {
@@ -141,15 +151,18 @@ impl<S: Storage> Metadata<S> {
                 *is_punching = false;
             }
             free.punch = Punch::No;
-            self.try_step(|state| {
+            let lowered = self.try_step(|state| {
                 while !free.clusters.is_empty() {
+                    state.tables.check_dirty_limit()?;
                     state.allocator.free_next(&mut state.tables, free)?;
                 }
                 Ok::<(), Blocked>(())
-            })
-            .await?;
+            });
+            if lowered.await?.is_none() {
+                return Ok(Frees::Remain);
+            }
         }
-        Ok(())
+        Ok(Frees::Done)
     }
 
     /// Whether each refcount is 1. In a damaged image, a cluster that is being freed may have other
@@ -185,6 +198,14 @@ impl<S: Storage> Metadata<S> {
                 return;
             }
         }
-        let _ = self.process_frees().await;
+        let _ = free_all(self).await;
     }
+}
+
+/// Frees all freeable clusters, with writebacks where the limit of dirty slices is reached.
+async fn free_all<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    while metadata.process_frees().await? == Frees::Remain {
+        rare(metadata.write_back_all()).await?;
+    }
+    Ok(())
 }

@@ -239,5 +239,5 @@ impl<S: Storage> Metadata<S> {
 /// As [`Metadata::write_back_all`], and fails if clusters cannot be freed.
 async fn write_back_and_free<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     metadata.write_back(WritebackReason::Full).await?;
-    metadata.process_frees().await
+    metadata.process_frees().await.map(drop)
 }
