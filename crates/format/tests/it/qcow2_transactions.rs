@@ -1,12 +1,18 @@
 //! Changes of the whole image that fail or are dropped, beside other changes of the image.
 
+use std::fmt;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use blockhouse_core::{ByteRange, ErrorKind, Result, SyncMode, errno};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{CreateOptions, NewBitmap, NewSnapshot, OpenOptions, Qcow2, create};
 use blockhouse_sim::{Config, Fault, Operation, OperationKind, Sim, SimDisk};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::common::{read, unmap, write};
 
@@ -238,4 +244,59 @@ fn no_more_refcounts_are_dirty_at_once_than_the_limit_when_clusters_are_freed() 
     }
     assert!(together.iter().sum::<u64>() > 32, "{together:?}");
     assert!(together.iter().all(|&writes| writes <= 16), "{together:?}");
+}
+
+/// Counts the warnings that contain some words.
+struct Warnings(&'static str, Arc<AtomicU64>);
+
+impl Visit for Warnings {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        if field.name() == "message" && format!("{value:?}").contains(self.0) {
+            self.1.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+impl Subscriber for Warnings {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::WARN
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        event.record(&mut Self(self.0, Arc::clone(&self.1)));
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn clusters_that_cannot_be_freed_are_told_once() {
+    let content = image(4, async |_| {});
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), content);
+    let count = Arc::new(AtomicU64::new(0));
+    let warnings = Warnings("'blockhouse check -r leaks'", Arc::clone(&count));
+    tracing::subscriber::with_default(warnings, || {
+        sim.block_on(async move {
+            let image = open(&disk).await;
+            for at in 0..2 {
+                let cluster = ByteRange::between(at * CLUSTER, (at + 1) * CLUSTER);
+                unmap(&image, cluster, Intent::Discard, 0).await.unwrap();
+                disk.fail(Fault::chance(1.0, errno::EIO).of(OperationKind::Read));
+                image.flush(SyncMode::Data).await.expect("the changes are durable");
+                disk.clear_faults();
+            }
+        });
+    });
+    assert_eq!(count.load(Relaxed), 1);
 }

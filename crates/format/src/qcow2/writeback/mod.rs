@@ -30,7 +30,7 @@ mod reclaim;
 mod run;
 mod steps;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use async_lock::Semaphore;
 use blockhouse_core::Storage;
@@ -92,6 +92,8 @@ pub(crate) struct Metadata<S: Storage> {
     // under contention.
     /// Held by the task that lowers refcounts, or changes the image as a whole.
     free_lock: Semaphore,
+    /// Whether a warning was logged about clusters that cannot be freed.
+    has_warned_of_frees: AtomicBool,
     /// Held by the task that reserves space at the end of the file.
     end_lock: Semaphore,
     /// Held by the task that reserves a cluster for an L2 table.
@@ -119,6 +121,7 @@ impl<S: Storage> Metadata<S> {
             reads: Epochs::new(),
             data_writes: Epochs::new(),
             free_lock: Semaphore::new(1),
+            has_warned_of_frees: AtomicBool::new(false),
             end_lock: Semaphore::new(1),
             l2_alloc_lock: Semaphore::new(1),
         }

@@ -3,6 +3,7 @@
 //! `allocator/deferred_free` describes the states of a cluster that is being freed.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::vec::IntoIter;
 
 use blockhouse_core::{ReadAfterDiscard, Result, Storage, rare};
@@ -128,7 +129,16 @@ impl<S: Storage> Metadata<S> {
     /// run here, because its end waits for the lock that this holds.
     pub(super) async fn process_frees(&self) -> Result<Frees> {
         let freed = self.free_freeable().await;
-        self.marking(freed).await
+        let freed = self.marking(freed).await;
+        if let Err(error) = &freed
+            && !self.has_warned_of_frees.swap(true, Ordering::Relaxed)
+        {
+            // Most callers ignore the error, because later writebacks try again.
+            let name = self.storage().name();
+            let hint = "if no later attempt succeeds, 'blockhouse check -r leaks' frees them";
+            tracing::warn!("{name}: cannot free clusters: {error}; {hint}");
+        }
+        freed
     }
 
     async fn free_freeable(&self) -> Result<Frees> {
