@@ -91,7 +91,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if !arguments.decrypt {
         check_encryption(&overlay, &base, between.len())?;
     }
-    arguments.rate.apply(&base);
+    arguments.rate.apply(base.throttle());
     if between.is_empty() {
         // qemu-img does not empty the image if `-b` names the base.
         let is_kept = arguments.keep || arguments.base.is_some() && called_as::is_qemu_img();

@@ -35,6 +35,7 @@ use crate::open_args::OpenArgs;
 use crate::output;
 use crate::parallel::{default_threads, run_displayed};
 use crate::progress::Progress;
+use crate::rate::RateArgs;
 use crate::unfinished::unfinished;
 
 /// The formats of a copy.
@@ -67,6 +68,8 @@ pub struct How {
     /// Whether the target is written in the order of the disk, one chunk after the other. This is
     /// slower, and equal sources give equal qcow2 files.
     pub in_order: bool,
+    /// The limit on writes to the target.
+    pub rate: RateArgs,
 }
 
 /// The treatment of a target that exists.
@@ -287,6 +290,7 @@ pub fn copy(
     target: &Target,
     how: How,
 ) -> Result<()> {
+    how.rate.apply(target.disk.throttle());
     let job = |max_in_flight| {
         let options =
             CopyOptions { target_content: target.content, compress: how.compress, max_in_flight };

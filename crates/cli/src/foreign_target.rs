@@ -85,6 +85,7 @@ impl ForeignTarget<'_> {
             (part, finish)
         };
         let image = Arc::new(event_loop.block_on(begin(&part, path, kind, options, file))?);
+        how.rate.apply(image.throttle());
         let is_stream = image.stream_unit().is_some();
         let job = |max_in_flight| CopyJob::to_new_image(parts, &image, parent, max_in_flight);
         let copied = copy_to(event_loop, progress, job, image.name(), is_stream, how);

@@ -3,10 +3,10 @@
 use std::num::NonZeroU64;
 
 use blockhouse_config::size;
-use blockhouse_disk::{ImageDisk, MAX_RATE, RateLimits};
+use blockhouse_disk::{MAX_RATE, RateLimits, Throttle};
 
 /// The option of commands that copy.
-#[derive(clap::Args, Clone, Copy)]
+#[derive(clap::Args, Clone, Copy, Default)]
 pub struct RateArgs {
     /// Limit writes to the target, in bytes a second: 512K, 100M; 0 is no limit.
     #[arg(long = "rate-limit", short = 'r', value_name = "BYTES", value_parser = parse)]
@@ -27,10 +27,10 @@ impl RateArgs {
         self.rate.is_some_and(|Rate(rate)| rate.is_some())
     }
 
-    /// Sets the limit of `disk`.
-    pub fn apply(self, disk: &ImageDisk) {
+    /// Sets the limit of a disk or a new image.
+    pub fn apply(self, throttle: &Throttle) {
         if let Some(Rate(bps_write @ Some(_))) = self.rate {
-            disk.throttle().set_limits(RateLimits { bps_write, ..RateLimits::default() });
+            throttle.set_limits(RateLimits { bps_write, ..RateLimits::default() });
         }
     }
 }

@@ -222,12 +222,14 @@ fn several_sources_become_one_disk_as_qemu_img_makes_it() {
 fn a_rate_is_not_exceeded() {
     let scratch = Scratch::new();
     let disk = scratch.image_of("disk.img", &random_bytes(&mut seeded(), 3 << 20));
-    let [copy, over] = ["copy.qcow2", "over.qcow2"].map(|name| scratch.path(name));
+    let [copy, over, flat] = ["copy.qcow2", "over.qcow2", "flat.vmdk"].map(|n| scratch.path(n));
     // The limit determines the time also on a slow machine: after the first second's budget, 2 MiB
     // take at least this long.
     let limit = Duration::from_millis(500);
     for words in [
         &["convert", "-r", "1M", disk.str(), str(&copy)][..],
+        &["convert", "-r", "1M", disk.str(), str(&scratch.path("copy.vdi"))],
+        &["convert", "-r", "1M", "-o", "subformat=monolithicFlat", disk.str(), str(&flat)],
         &["convert", "-r", "1M", "-n", disk.str(), str(&over)],
         &["commit", "-r", "1M", str(&over)],
     ] {

@@ -218,6 +218,7 @@ impl Arguments {
             writes_zeros: self.sparse == Some(0),
             salvages: self.salvage,
             in_order: self.habits.coroutines == Some(1),
+            rate: self.rate,
         }
     }
 

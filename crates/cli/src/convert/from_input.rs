@@ -53,7 +53,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     if let Err(error) = check_apart_from(&target.disk, io::stdin().as_fd(), INPUT) {
         return event_loop.block_on(target.finish(Err(error.into())));
     }
-    arguments.rate.apply(&target.disk);
+    arguments.rate.apply(target.disk.throttle());
     let progress = ToolProgress::default();
     progress.begin(known_length().unwrap_or(0));
     let work = || event_loop.block_on(copy(arguments, input, &target, &progress));

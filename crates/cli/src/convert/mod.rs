@@ -73,7 +73,6 @@ fn run_between_images(arguments: &Arguments) -> Result<()> {
     let Some(size) = size else { bail!("the sources are longer than a disk can be") };
     let spec = arguments.target_spec(format, settings, size, &sources);
     let target = event_loop.block_on(spec.build())?;
-    arguments.rate.apply(&target.disk);
     let parts = whole(&sources);
     let copied = copy(&mut event_loop, &progress, parts, &target, arguments.how());
     event_loop.block_on(async {

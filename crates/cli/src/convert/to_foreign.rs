@@ -76,7 +76,4 @@ fn refuse(arguments: &Arguments, kind: ForeignKind, subformat: Subformat) {
             "only qcow2 images have compressed clusters (-c), and VMDK streams (-o subformat=streamOptimized)",
         );
     }
-    if arguments.rate.is_given() {
-        wrong_usage("the rate of a copy (-r) is limited where its target is raw or qcow2");
-    }
 }

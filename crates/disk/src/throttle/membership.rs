@@ -35,6 +35,11 @@ pub(crate) struct RequestCost {
 }
 
 impl RequestCost {
+    /// The cost of a write of this many bytes that need not be durable.
+    pub(crate) fn of_write(bytes: u64) -> Self {
+        Self { class: Class::Write, cost: Cost { direction: Direction::Write, bytes } }
+    }
+
     /// The cost of a request; `None` if no limits apply to it. `durability` is the minimum
     /// durability of the disk's writes, and `write_zeroes` the support of its storage for zero
     /// writes.

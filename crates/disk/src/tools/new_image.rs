@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 
 use super::zeros::lend;
 use super::zeros::units;
+use crate::throttle::{RequestCost, Throttle};
 
 /// Maximum number of requests of one chunk in flight.
 const MAX_IN_FLIGHT: usize = 16;
@@ -25,13 +26,15 @@ pub struct NewImage<S: Storage> {
     stream_unit: Option<u64>,
     overlay_unit: Option<u64>,
     size: u64,
+    throttle: Throttle,
 }
 
 impl<S: Storage> NewImage<S> {
     /// An image with a disk of `size` bytes, in an empty file.
     pub fn new(storage: S, image: NewForeign, size: u64) -> Self {
         let (stream_unit, overlay_unit) = (image.stream_unit(), image.overlay_unit());
-        Self { storage, image: Mutex::new(image), stream_unit, overlay_unit, size }
+        let (image, throttle) = (Mutex::new(image), Throttle::default());
+        Self { storage, image, stream_unit, overlay_unit, size, throttle }
     }
 
     /// The file's name.
@@ -55,6 +58,11 @@ impl<S: Storage> NewImage<S> {
         self.overlay_unit
     }
 
+    /// The limits on writes of the disk's data. Tables and headers are not limited.
+    pub fn throttle(&self) -> &Throttle {
+        &self.throttle
+    }
+
     /// Writes parts of the buffer, which holds the disk's bytes from `offset` on.
     pub(super) async fn store(
         &self,
@@ -62,6 +70,10 @@ impl<S: Storage> NewImage<S> {
         data: Vec<Range<usize>>,
         buffer: &mut Buffer,
     ) -> Result<()> {
+        let bytes = data.iter().map(|run| run.len() as u64).sum();
+        if let Some(admitted) = self.throttle.admit(|| Some(RequestCost::of_write(bytes))) {
+            admitted.await;
+        }
         match self.stream_unit {
             Some(unit) => {
                 let grains = data.into_iter().flat_map(|run| units(run, offset, unit as usize));
