@@ -161,7 +161,6 @@ fn a_data_file_is_neither_the_source_nor_a_backing_file_nor_the_image() {
     std::fs::create_dir(scratch.path("d")).expect("a folder");
     for program in ["$bh", "$img"] {
         for (line, said) in [
-            ("convert -O qcow2 -o data_file=a.raw - out.qcow2 < a.raw", "has bytes of"),
             ("convert -O qcow2 -B a.raw -F raw -o data_file=a.raw a.raw o.qcow2", "has bytes of"),
             ("create -f qcow2 -F raw -b a.raw -o data_file=a.raw o.qcow2", "has bytes of"),
             ("create -f qcow2 -o data_file=o.qcow2 o.qcow2 1M", "its own data file"),
@@ -172,6 +171,9 @@ fn a_data_file_is_neither_the_source_nor_a_backing_file_nor_the_image() {
             shell(&scratch, "ls . d | grep qcow2; test $? = 1").success();
         }
     }
+    let line = "$bh convert -O qcow2 -o data_file=a.raw - out.qcow2 < a.raw";
+    shell(&scratch, line).failure("has bytes of");
+    assert!(image.content() == content && !scratch.path("out.qcow2").exists());
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! format is removed.
 //!
 //! Pipes: `-` as the source is a raw disk on standard input (`from_input`), and `-` as the target
-//! is a raw disk on standard output (`to_output`).
+//! is a raw disk on standard output (`to_output`). Under the name qemu-img it is a file's name.
 
 mod arguments;
 mod from_input;
@@ -43,7 +43,8 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         wrong_usage("both a source and a target are needed");
     }
     arguments.resolve_target()?;
-    let is_pipe = |path: &PathBuf| path == Path::new(PIPE);
+    // To qemu-img '-' is the name of a file.
+    let is_pipe = |path: &PathBuf| path == Path::new(PIPE) && !called_as::is_qemu_img();
     match (arguments.sources.iter().any(is_pipe), is_pipe(&arguments.target)) {
         (false, false) => run_between_images(&arguments),
         (true, false) => from_input::run(&arguments),
