@@ -67,8 +67,11 @@ const MERGE: &str = "merge";
 impl clap::Args for Flags {
     fn augment_args(command: Command) -> Command {
         let merge = Arg::new(MERGE).long(MERGE).value_name("SOURCE").action(ArgAction::Append);
-        let flags = FLAGS
-            .map(|(name, help)| Arg::new(name).long(name).help(help).action(ArgAction::SetTrue));
+        // Each occurrence has an index, which a flag without a value would not have.
+        let flags = FLAGS.map(|(name, help)| {
+            let flag = Arg::new(name).long(name).help(help).action(ArgAction::Append);
+            flag.num_args(0).default_missing_value(name)
+        });
         let names = FLAGS.map(|(name, _)| name).into_iter().chain([MERGE]);
         let group = ArgGroup::new("flag").args(names).required(true).multiple(true);
         let merge = merge.help("The same as 'merge IMAGE NAME SOURCE'");
@@ -82,9 +85,11 @@ impl clap::Args for Flags {
 
 impl FromArgMatches for Flags {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let given = FLAGS.into_iter().filter(|(name, _)| matches.get_flag(name));
-        let mut flags: Vec<_> =
-            given.filter_map(|(name, _)| Some((matches.index_of(name)?, Flag::of(name)))).collect();
+        let given = FLAGS.iter().flat_map(|(name, _)| {
+            let indices = matches.indices_of(name).into_iter().flatten();
+            indices.map(|index| (index, Flag::of(name)))
+        });
+        let mut flags: Vec<_> = given.collect();
         let sources = matches.get_many::<String>(MERGE).into_iter().flatten();
         let merges = matches.indices_of(MERGE).into_iter().flatten().zip(sources);
         flags.extend(merges.map(|(index, source)| (index, Flag::Merge(source.clone()))));
