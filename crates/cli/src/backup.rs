@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{ByteRange, ToolProgress, rare};
+use blockhouse_core::{ByteRange, Storage, ToolProgress, rare};
 use blockhouse_disk::{
     Access, Backing, CompareJob, CopyJob, CopyOptions, DirtyMap, ImageDisk, ImageFormat, RangeCopy,
     TargetContent,
@@ -20,8 +20,8 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_images::{
-    AllowedPaths, IfExists, ImageOptions, changed_since, check_new_name, exists, open,
-    open_copy_target, part_of, rename_finished,
+    AllowedPaths, IfExists, ImageOptions, changed_since, check_new_apart_from, check_new_name,
+    exists, files_of_layer, open, open_copy_target, part_of, rename_finished,
 };
 use blockhouse_storage::{ImageStorage, Location};
 
@@ -115,6 +115,9 @@ impl Arguments {
         let options = ImageOptions { side_file: self.side_file.side_file(), ..options };
         let source = open(&self.source, options).await;
         let source = source.map_err(|error| name_format_option(error, "--source-format"))?;
+        if let Some(base) = &self.base {
+            check_not_source(base, &source)?;
+        }
         tell_of_sectors(&source);
         let source = Arc::new(source);
         let target = match &self.incremental {
@@ -291,6 +294,21 @@ impl Arguments {
             self.target.display()
         ))
     }
+}
+
+/// Refuses a base that is the source under any name: it has the changes already, and the target
+/// would read from a disk that goes on changing. A backing file of the source can be a base.
+fn check_not_source(base: &Path, source: &ImageDisk) -> Result<()> {
+    for file in files_of_layer(source.image().layer()) {
+        if check_new_apart_from(base, file.descriptor(), file.name()).is_err() {
+            bail!(
+                "{}: is the source itself ({}), and no backup of it; name the backup made when the bitmap was added",
+                base.display(),
+                file.name()
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Returns the target if the copy succeeded. Otherwise closes the target, so that `--resume` finds

@@ -116,7 +116,9 @@ pub use reader_locks::ReaderLocksGuard;
 pub use reopen::reopen;
 pub use restore::{NOT_KEPT, PendingChanges, pending_changes, warn_of_state_elsewhere};
 pub use rollback::{RolledBack, reads_layer_of, roll_back};
-pub use same_bytes::{check_apart, check_apart_from, check_new_apart, check_new_apart_from};
+pub use same_bytes::{
+    check_apart, check_apart_from, check_new_apart, check_new_apart_from, files_of_layer,
+};
 pub use start_recording::{lacks_side_file, start_recording, stop_recording};
 pub use tool_state::{IfCorrupt, replay_state};
 pub use unlock::{KeyFiles, Secrets};

@@ -288,7 +288,7 @@ fn shared(target: &str, read: &str) -> Error {
 }
 
 /// The files of one image of a chain, with its data file; none for an image on another server.
-pub(crate) fn files_of_layer(layer: &Layer<ImageStorage>) -> impl Iterator<Item = &HostFile> {
+pub fn files_of_layer(layer: &Layer<ImageStorage>) -> impl Iterator<Item = &HostFile> {
     let format = layer.format();
     [format.storage(), format.data()].into_iter().flat_map(|one| one.storage().files())
 }

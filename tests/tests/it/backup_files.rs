@@ -129,6 +129,21 @@ fn a_backup_leaves_the_page_cache_to_others() {
 }
 
 #[test]
+fn the_source_is_no_base_of_its_own_backup() {
+    let bench = Bench::new();
+    let [symbolic, hard, new] =
+        ["link.qcow2", "hard.qcow2", "new.qcow2"].map(|name| bench.scratch.path(name));
+    std::os::unix::fs::symlink(&bench.disk, &symbolic).expect("a link");
+    std::fs::hard_link(&bench.disk, &hard).expect("a link");
+    for base in [&bench.disk, &symbolic, &hard] {
+        let words = ["backup", "--incremental", "since", "--base", str(base)];
+        let refused = command(&[&words[..], &[str(&bench.disk), str(&new)]].concat());
+        refused.failure("is the source itself");
+        assert!(!new.exists() && !part(&new).exists());
+    }
+}
+
+#[test]
 fn another_image_is_not_gone_on_with() {
     let bench = Bench::new();
     let target = bench.scratch.path("day.qcow2");
