@@ -61,8 +61,8 @@ Options that change in place:
   data_file=FILE                      another name of the image's data file, which you give it then ('mv')
 Key slots of encrypted images, in LUKS containers as well (there without 'encrypt.'); keys are named by --object:
   encrypt.state=active                add a key: encrypt.new-secret=ID[,encrypt.keyslot=N][,encrypt.iter-time=MS]
-  encrypt.state=inactive              erase it: encrypt.keyslot=N, or encrypt.old-secret=ID in all slots;
-                                      keyslot=N again overwrites what an interrupted erasure left
+  encrypt.state=inactive              erase it: encrypt.keyslot=N, or encrypt.old-secret=ID in all slots; both: ID opens N;
+                                      --force: N may be unused, because an interrupted erasure left its area
 The others need another image ('blockhouse convert -o OPTION=VALUE IMAGE NEW') or another command
 ('blockhouse rebase' for the backing file).";
 

@@ -268,6 +268,10 @@ fn of_resize(text: &str) -> Option<String> {
 }
 
 fn of_amendment(text: &str) -> Option<String> {
+    if let Some((secret, _)) = text.split_once(" is of a key to ") {
+        let doing = if secret == "old-secret" { "activating" } else { "erasing" };
+        return Some(format!("'{secret}' must not be given when {doing} keyslots"));
+    }
     const OF_CREATION: [&str; 5] =
         ["cluster_size", "preallocation", "extended_l2", "compression_type", "nocow"];
     if text.contains("gives it another backing file") {

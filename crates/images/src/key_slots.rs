@@ -22,9 +22,14 @@ pub enum KeySlotChange {
         /// The time that opening the slot is to take.
         time: Duration,
     },
-    /// Erases a slot. If it is not in use, its area is overwritten, too, because an earlier erasure
-    /// may have been interrupted.
-    EraseSlot(u32),
+    /// Erases a slot. With [`LastKey::MayGo`] it may be unused: then its area is overwritten again,
+    /// because an earlier erasure may have been interrupted.
+    EraseSlot {
+        /// The slot's number.
+        slot: u32,
+        /// The index of the secret that has to open the slot; `None` for any.
+        secret: Option<usize>,
+    },
     /// Erases all slots that a secret opens.
     EraseSecret(usize),
 }
@@ -32,7 +37,8 @@ pub enum KeySlotChange {
 /// Whether a change may lose the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastKey {
-    /// Such a change is refused. A new key in a slot that is in use is refused, too.
+    /// Such a change is refused. A new key in a slot that is in use is refused, too, and the erasure
+    /// of a slot that is not.
     Keep,
     /// The image may become impossible to open.
     MayGo,
@@ -42,9 +48,10 @@ pub enum LastKey {
 /// that it was opened with. Blocks this thread for seconds, because it derives keys.
 ///
 /// # Errors
-/// `InvalidInput` if the image is not encrypted, there is no such slot or secret, the slot is in
-/// use, or the last key would be lost; `Unsupported` for a version of LUKS other than 1, or if no
-/// secret opens the image; or storage errors.
+/// `InvalidInput` if the image is not encrypted, there is no such slot or secret, the slot of a new
+/// key is in use or that of an erased one is not, the secret does not open the slot, or the last key
+/// would be lost; `Unsupported` for a version of LUKS other than 1, or if no secret opens the image;
+/// or storage errors.
 pub fn change_key_slots<'a>(
     disk: &'a ImageDisk,
     secrets: &'a Secrets,
@@ -83,7 +90,18 @@ pub fn change_key_slots<'a>(
                     new_slot(header, &areas, &openers, named(secret)?, time).map_err(on_disk)?;
                 return encryption.set_slot(storage, number, &slot).await.map_err(on_disk);
             }
-            KeySlotChange::EraseSlot(number) => vec![number],
+            KeySlotChange::EraseSlot { slot, secret } => {
+                if let Some(secret) = secret
+                    && !slots_of(header, &areas, named(secret)?).map_err(on_disk)?.contains(&slot)
+                {
+                    return Err(refuse(format!("the old key does not open the key slot {slot}")));
+                }
+                if !header.has_slot(slot) && last_key == LastKey::Keep {
+                    let what = "is not in use (--force overwrites its area again)";
+                    return Err(refuse(format!("the key slot {slot} {what}")));
+                }
+                vec![slot]
+            }
             KeySlotChange::EraseSecret(secret) => {
                 let found = slots_of(header, &areas, named(secret)?).map_err(on_disk)?;
                 if found.is_empty() {
@@ -97,8 +115,8 @@ pub fn change_key_slots<'a>(
         let in_use = numbers.iter().filter(|&&number| header.has_slot(number)).count();
         if in_use > 0 && in_use == header.slots.len() && last_key == LastKey::Keep {
             let what = match change {
-                KeySlotChange::EraseSlot(number) => {
-                    format!("the key slot {number} is the only one in use")
+                KeySlotChange::EraseSlot { slot, .. } => {
+                    format!("the key slot {slot} is the only one in use")
                 }
                 _ => "the old key opens all key slots in use".to_owned(),
             };
@@ -128,11 +146,16 @@ mod tests {
     /// The records of the slots 0 and 1 without the fields of their areas.
     const RECORDS: [std::ops::Range<usize>; 2] = [208..248, 256..296];
 
-    async fn change(image: &Path, secrets: &Secrets, change: KeySlotChange) -> Result<()> {
+    async fn change(
+        image: &Path,
+        secrets: &Secrets,
+        change: KeySlotChange,
+        last_key: LastKey,
+    ) -> Result<()> {
         let (format, secrets) = (Some(ImageFormat::Luks), secrets.clone());
         let options = ImageOptions { format, secrets: secrets.clone(), ..ImageOptions::default() };
         let disk = open(image, options).await.unwrap();
-        let changed = change_key_slots(&disk, &secrets, change, LastKey::Keep).await;
+        let changed = change_key_slots(&disk, &secrets, change, last_key).await;
         disk.close().await.unwrap();
         changed
     }
@@ -151,22 +174,23 @@ mod tests {
         fs::write(&image, bytes).unwrap();
         EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
             let add = KeySlotChange::Add { secret: 1, slot: Some(1), time };
-            change(&image, &secrets, add).await.unwrap();
+            change(&image, &secrets, add, LastKey::Keep).await.unwrap();
             // A crash between the two writes of an erasure leaves this.
             let mut bytes = fs::read(&image).unwrap();
             assert_eq!(bytes[RECORDS[1].start..][..4], bytes[RECORDS[0].start..][..4]);
             bytes[RECORDS[1].clone()].fill(0);
             bytes[RECORDS[1].start + 2..][..2].copy_from_slice(&[0xde, 0xad]);
             fs::write(&image, &bytes).unwrap();
-            change(&image, &secrets, KeySlotChange::EraseSlot(1)).await.unwrap();
+            let erase = |slot| KeySlotChange::EraseSlot { slot, secret: None };
+            change(&image, &secrets, erase(1), LastKey::MayGo).await.unwrap();
             let after = fs::read(&image).unwrap();
             assert_eq!(after[..NewLuks::AREA], bytes[..NewLuks::AREA]);
             let area = NewLuks::AREA + NewLuks::AREA_LENGTH.next_multiple_of(4096);
             for at in (area..area + NewLuks::AREA_LENGTH).step_by(512) {
                 assert_ne!(after[at..at + 512], bytes[at..at + 512], "offset {at}");
             }
-            for (slot, words) in [(0, "only one in use"), (8, "no key slot 8")] {
-                let refused = change(&image, &secrets, KeySlotChange::EraseSlot(slot)).await;
+            for (slot, words) in [(0, "only one in use"), (1, "--force"), (8, "not in use")] {
+                let refused = change(&image, &secrets, erase(slot), LastKey::Keep).await;
                 let error = refused.unwrap_err().to_string();
                 assert!(error.contains(words), "{error}");
             }

@@ -666,7 +666,10 @@ fn keys_are_added_and_erased_and_the_last_one_stays() {
     let container = fixture.of_qemu("slots.luks", "");
     let image = fixture.scratch.path("slots.qcow2");
     command(&[&["create"], &ENCRYPTED[..], &[old, str(&image), "1M"]].concat()).success();
-    for (disk, prefix) in [(&container, ""), (&image, "encrypt.")] {
+    let by_number_too = "state=inactive,keyslot=0,old-secret=old";
+    for (disk, prefix, erase) in
+        [(&container, "", "state=inactive,old-secret=old"), (&image, "encrypt.", by_number_too)]
+    {
         let amend = |change: &str| {
             let changes: Vec<_> =
                 change.split(',').map(|one| format!("{prefix}{one}")).collect::<Vec<_>>();
@@ -683,7 +686,10 @@ fn keys_are_added_and_erased_and_the_last_one_stays() {
         amend("state=active,new-secret=new,iter-time=10").success();
         assert!(opens(old) && opens(str(&new)), "both keys open it");
         amend("state=active,new-secret=new,keyslot=0").failure("erase it first");
-        amend("state=inactive,old-secret=old").success();
+        amend("state=inactive,keyslot=0,old-secret=new").failure("does not open the key slot 0");
+        amend("state=active,new-secret=new,old-secret=old").failure("leave it out");
+        assert!(opens(old) && opens(str(&new)), "nothing has changed");
+        amend(erase).success();
         assert!(!opens(old) && opens(str(&new)), "only the new key opens it");
         amend("state=inactive,keyslot=1").failure("all data would be lost");
         assert!(opens(str(&new)));

@@ -205,14 +205,3 @@ fn an_image_that_looks_like_another_format_gets_no_bitmaps_as_a_raw_disk() {
     }
     shell(&scratch, "ls a.*bit*; test $? != 0 && $bh bitmap add -f raw a.img b").success();
 }
-
-#[test]
-fn a_key_slot_is_erased_by_its_number_or_its_key() {
-    let scratch = Scratch::new();
-    let erase = "-o state=inactive,keyslot=1,old-secret=s";
-    let line = format!(
-        "echo secret > key && $bh create -f luks --key-file key -o iter-time=10 a.luks 1M && \
-         $bh amend --object secret,id=s,file=key -f luks {erase} a.luks"
-    );
-    shell(&scratch, &line).failure("not by both");
-}

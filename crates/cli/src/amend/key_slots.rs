@@ -41,7 +41,7 @@ pub fn option(text: &str) -> Option<(KeySlotOption, String)> {
 #[derive(Debug, PartialEq, Eq)]
 pub enum NamedChange {
     Add { secret: String, slot: Option<u32>, time: Duration },
-    EraseSlot(u32),
+    EraseSlot { slot: u32, secret: Option<String> },
     EraseSecret(String),
 }
 
@@ -60,10 +60,10 @@ pub fn change(changes: &[Change]) -> Result<Option<NamedChange>> {
     if !changes.iter().any(|change| matches!(change, Change::KeySlot(..))) {
         return Ok(None);
     }
-    let mut time = USUAL_TIME;
+    let mut iter_time = None;
     for change in changes {
         match change {
-            Change::Setting(Setting::EncryptIterTime(given)) => time = *given,
+            Change::Setting(Setting::EncryptIterTime(given)) => iter_time = Some(*given),
             Change::KeySlot(..) => {}
             _ => bail!("options of key slots are changed alone"),
         }
@@ -72,20 +72,24 @@ pub fn change(changes: &[Change]) -> Result<Option<NamedChange>> {
     let slot = slot.ok().filter(|slot| slot.is_none_or(|slot| slot < 8));
     let slot = slot.ok_or_else(|| anyhow!("key slots have the numbers 0 to 7"))?;
     let (new, old) = (value(KeySlotOption::NewSecret), value(KeySlotOption::OldSecret));
-    let time = Duration::from_millis(time.into());
+    let time = Duration::from_millis(iter_time.unwrap_or(USUAL_TIME).into());
     match (value(KeySlotOption::State), new, old, slot) {
-        (Some("active"), Some(new), _, slot) => {
+        (Some("active"), _, Some(_), _) => bail!("old-secret is of a key to erase: leave it out"),
+        (Some("active"), Some(new), None, slot) => {
             Ok(Some(NamedChange::Add { secret: new.to_owned(), slot, time }))
         }
-        (Some("active"), None, ..) => bail!("which key to add is missing: new-secret=ID"),
-        (Some("inactive"), None, None, Some(slot)) => Ok(Some(NamedChange::EraseSlot(slot))),
-        (Some("inactive"), None, Some(_), Some(_)) => {
-            bail!("which key to erase is said twice: by keyslot=N or by old-secret=ID, not by both")
+        (Some("active"), None, None, _) => bail!("which key to add is missing: new-secret=ID"),
+        (Some("inactive"), Some(_), ..) => bail!("new-secret is of a key to add: leave it out"),
+        (Some("inactive"), ..) if iter_time.is_some() => {
+            bail!("iter-time is of a key to add: leave it out")
+        }
+        (Some("inactive"), None, old, Some(slot)) => {
+            Ok(Some(NamedChange::EraseSlot { slot, secret: old.map(str::to_owned) }))
         }
         (Some("inactive"), None, Some(old), None) => {
             Ok(Some(NamedChange::EraseSecret(old.to_owned())))
         }
-        (Some("inactive"), ..) => {
+        (Some("inactive"), None, None, None) => {
             bail!("which key to erase is missing: keyslot=N or old-secret=ID")
         }
         _ => bail!("say state=active or state=inactive"),
@@ -106,7 +110,10 @@ pub async fn run(
         NamedChange::Add { secret, slot, time } => {
             KeySlotChange::Add { secret: keys.index_of(&secret)?, slot, time }
         }
-        NamedChange::EraseSlot(slot) => KeySlotChange::EraseSlot(slot),
+        NamedChange::EraseSlot { slot, secret } => {
+            let secret = secret.map(|secret| keys.index_of(&secret)).transpose()?;
+            KeySlotChange::EraseSlot { slot, secret }
+        }
         NamedChange::EraseSecret(secret) => KeySlotChange::EraseSecret(keys.index_of(&secret)?),
     };
     let last_key = if is_forced { LastKey::MayGo } else { LastKey::Keep };
@@ -139,6 +146,13 @@ fn words(text: &str) -> Option<String> {
              in the image irreversibly - refusing operation"
                 .to_owned()
         }
+        _ if text.contains("is not in use") => {
+            format!("Given keyslot {} is already erased (inactive) ", number()?)
+        }
+        _ if text.contains("the old key does not open") => format!(
+            "Given keyslot {} doesn't contain the given old password for erase operation",
+            number()?
+        ),
         _ if text.contains("the old key opens none") => {
             "No keyslots match given (old) password for erase operation".to_owned()
         }
@@ -157,18 +171,28 @@ mod tests {
 
     #[test]
     fn options_are_one_change() {
+        let erased_slot = |secret| NamedChange::EraseSlot { slot: 2, secret };
         let time = Duration::from_millis(10);
         let added = NamedChange::Add { secret: "b".into(), slot: Some(3), time };
         let text =
             "encrypt.state=active,encrypt.new-secret=b,encrypt.keyslot=3,encrypt.iter-time=10";
         assert_eq!(of(text).unwrap(), Some(added));
-        assert_eq!(of("state=inactive,keyslot=2").unwrap(), Some(NamedChange::EraseSlot(2)));
+        assert_eq!(of("state=inactive,keyslot=2").unwrap(), Some(erased_slot(None)));
+        assert_eq!(
+            of("state=inactive,keyslot=2,old-secret=a").unwrap(),
+            Some(erased_slot(Some("a".into())))
+        );
         let erased = NamedChange::EraseSecret("a".into());
         assert_eq!(of("state=inactive,old-secret=a").unwrap(), Some(erased));
         assert_eq!(of("lazy_refcounts=on").unwrap(), None);
-        for text in
-            ["state=active", "state=inactive", "keyslot=1", "state=active,new-secret=a,keyslot=8"]
-        {
+        for text in [
+            "state=active",
+            "state=inactive",
+            "keyslot=1",
+            "state=active,new-secret=a,keyslot=8",
+            "state=active,new-secret=a,old-secret=b",
+            "state=inactive,new-secret=a",
+        ] {
             assert!(of(text).is_err(), "{text}");
         }
         assert!(of("state=inactive,keyslot=1,lazy_refcounts=on").is_err());
