@@ -45,8 +45,9 @@ pub struct Arguments {
     /// The second image's format; left out, the file's name decides.
     #[arg(long, short = 'F', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     other_format: Option<ImageFormat>,
-    /// Treat as different: images of different sizes, and a hole, allocated zeros and data that is
-    /// zeros. Without it a longer image is the same if the rest is zeros.
+    /// Treat as different: images of different sizes, and ranges with other flags in 'map --json'
+    /// (present, zero, data, compressed, any offset). Without it a longer image is the same if the
+    /// rest is zeros.
     #[arg(long, short)]
     strict: bool,
     /// Do not lock the images: read them even while other programs write to them.
@@ -134,18 +135,19 @@ fn difference(
     one: &Image,
     other: &Image,
 ) -> Result<Difference, (anyhow::Error, u8)> {
+    let mut status = None;
     if arguments.strict {
         if one.size() != other.size() {
             return Ok(Difference::Size);
         }
         let found = event_loop.block_on(rare(first_status_difference(one, other)));
-        if let Some(offset) = found.map_err(|error| (error.into(), MAP_NOT_READ))? {
-            return Ok(Difference::Status(offset));
-        }
+        status = found.map_err(|error| (error.into(), MAP_NOT_READ))?;
     }
+    // Only a difference of content before that of the status is the first one.
+    let size = status.unwrap_or_else(|| one.size().max(other.size()));
     let threads = default_threads();
-    let comparing =
-        CompareJob::new(Arc::clone(one), Arc::clone(other), MAX_IN_FLIGHT.div_ceil(threads));
+    let max_in_flight = MAX_IN_FLIGHT.div_ceil(threads);
+    let comparing = CompareJob::of_start(Arc::clone(one), Arc::clone(other), size, max_in_flight);
     run_parallel(
         event_loop,
         progress,
@@ -154,7 +156,8 @@ fn difference(
         || comparing.progress(),
     )
     .map_err(|error| (error, DATA_NOT_READ))?;
-    Ok(comparing.difference().map_or(Difference::Same, Difference::Content))
+    let content = comparing.difference().map(Difference::Content);
+    Ok(content.or(status.map(Difference::Status)).unwrap_or(Difference::Same))
 }
 
 fn report_error(error: &anyhow::Error, status: u8) -> ExitCode {

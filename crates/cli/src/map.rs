@@ -129,15 +129,7 @@ fn goes_on(last: &MapEntry, next: &MapEntry) -> bool {
     let distance = last.guest.length();
     last.depth == next.depth
         && std::mem::discriminant(&last.kind) == std::mem::discriminant(&next.kind)
-        && host(last.kind).map(|host| host + distance) == host(next.kind)
-}
-
-fn host(kind: MapEntryKind) -> Option<u64> {
-    match kind {
-        MapEntryKind::Data { host } | MapEntryKind::Unwritten { host } => Some(host),
-        MapEntryKind::Zero { host } | MapEntryKind::Hole { host } => host,
-        MapEntryKind::Compressed => None,
-    }
+        && last.kind.host().map(|host| host + distance) == next.kind.host()
 }
 
 fn is_compressed(part: &MapEntry) -> bool {
@@ -159,7 +151,7 @@ fn is_zero(kind: MapEntryKind) -> bool {
 fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let lines = parts.iter().map(|&MapEntry { guest, depth, kind }| {
         let (start, length) = (guest.offset(), guest.length());
-        let place = host(kind).map(|host| format!(", \"offset\": {}", disk.image().locate(depth, host).1));
+        let place = kind.host().map(|host| format!(", \"offset\": {}", disk.image().locate(depth, host).1));
         // Scripts depend on this order and these spaces.
         format!(
             "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {}, \"zero\": {}, \
@@ -195,7 +187,7 @@ fn as_text(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let with_data = parts.iter().filter(|part| !is_zero(part.kind)).map(|part| {
         let [offset, length] = [part.guest.offset(), part.guest.length()].map(hexadecimal);
         let data_name = disk.image().layer_at(part.depth).map_or("", |layer| layer.data_name);
-        let (file, place) = match host(part.kind) {
+        let (file, place) = match part.kind.host() {
             Some(host) => {
                 let (file, offset) = disk.image().locate(part.depth, host);
                 (file, hexadecimal(offset))

@@ -46,6 +46,23 @@ pub enum MapEntryKind {
     },
 }
 
+impl MapEntryKind {
+    /// The offset of the range's space, if it has any.
+    pub fn host(self) -> Option<u64> {
+        match self {
+            Self::Data { host } | Self::Unwritten { host } => Some(host),
+            Self::Zero { host } | Self::Hole { host } => host,
+            Self::Compressed => None,
+        }
+    }
+
+    /// Whether two ranges have the same flags in QEMU's block status.
+    pub(crate) fn has_flags_of(self, other: Self) -> bool {
+        std::mem::discriminant(&self) == std::mem::discriminant(&other)
+            && self.host().is_some() == other.host().is_some()
+    }
+}
+
 impl<S: Storage> LayerStatus<'_, S> {
     /// The location of the first bytes of `range`, which is not empty and lies inside the disk.
     /// `cache` belongs to this layer alone.

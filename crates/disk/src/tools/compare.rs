@@ -16,7 +16,7 @@ use super::chunks::run_loops;
 use super::convert::read;
 use super::scan::{Chunk, StatusScan};
 use crate::disk::Disk;
-use crate::layer::{BlockStatus, BlockStatusCache};
+use crate::layer::BlockStatusCache;
 
 /// Bytes that are compared at a time.
 const CHUNK_SIZE: u64 = 1 << 20;
@@ -115,8 +115,10 @@ impl<S: Storage> CompareJob<S> {
     }
 }
 
-/// The offset of the first byte whose block status (data, zeros or hole) differs between two disks.
-/// Bytes past the end of the shorter disk are not compared.
+/// The offset of the first byte whose block status differs between two disks: whether the image or
+/// a backing file has the range, whether it reads as zeros, is compressed, and has a place in the
+/// file. These are the flags that `qemu-img compare -s` compares. Bytes past the end of the shorter
+/// disk are not compared.
 ///
 /// # Errors
 /// Errors of mapping.
@@ -127,13 +129,12 @@ pub async fn first_status_difference<S: Storage>(
     let mut rest = ByteRange::between(0, one.size().min(other.size()));
     let (mut cache, mut other_cache) = (BlockStatusCache::default(), BlockStatusCache::default());
     while !rest.is_empty() {
-        let (first, length) = one.block_status(rest, &mut cache).await?;
-        let (second, other_length): (BlockStatus, u64) =
-            other.block_status(rest, &mut other_cache).await?;
-        if first != second {
+        let first = one.map_entry(rest, &mut cache).await?;
+        let second = other.map_entry(rest, &mut other_cache).await?;
+        if !first.kind.has_flags_of(second.kind) {
             return Ok(Some(rest.offset()));
         }
-        rest = rest.skip(length.min(other_length));
+        rest = rest.skip(first.guest.length().min(second.guest.length()));
     }
     Ok(None)
 }
