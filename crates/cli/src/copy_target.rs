@@ -491,7 +491,13 @@ impl TargetSpec<'_> {
             }
             ImageFormat::Luks => {
                 let header = luks_header(self.open.keys(), &self.settings)?;
-                create_luks(part, self.size, &header, file).await?;
+                create_luks(
+                    part,
+                    self.size,
+                    (&header, create_options::space_of(&self.settings)),
+                    file,
+                )
+                .await?;
             }
             ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
         }

@@ -149,7 +149,8 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             let Some(size) = size else { size_is_missing(&named, "") };
             let header = luks_header(&arguments.keys, &settings)?;
             formatting::print(&named, ImageFormat::Luks, said, &settings)?;
-            event_loop.block_on(create_luks(&image, size, &header, file))
+            let space = create_options::space_of(&settings);
+            event_loop.block_on(create_luks(&image, size, (&header, space), file))
         }
         format @ ImageFormat::Foreign(kind) => {
             let options = foreign_options::of(kind, size.unwrap_or(0), &settings);
@@ -364,12 +365,19 @@ async fn or_removed(file: &Path, made: blockhouse_core::Result<()>) -> blockhous
     made
 }
 
-/// Makes a new LUKS container with a disk of `size` bytes, whose content is undefined.
+/// Makes a new LUKS container with a disk of `size` bytes, whose content is undefined; `space` is
+/// allocated at once.
 ///
 /// # Errors
 /// The error names the file. After an error no file is left.
-pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) -> Result<()> {
-    create_as(image, size.saturating_add(header.len() as u64), ImageFormat::Raw, file).await?;
+pub async fn create_luks(
+    image: &Path,
+    size: u64,
+    (header, space): (&[u8], Option<SpaceMode>),
+    file: NewFile,
+) -> Result<()> {
+    let length = size.saturating_add(header.len() as u64);
+    create_raw(image, length, space, file, &ToolProgress::default()).await?;
     let finish = async {
         let storage = open_created(image).await?;
         blockhouse_format::create_luks(&storage, header).await?;

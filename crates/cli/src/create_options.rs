@@ -82,7 +82,8 @@ Options of images of other programs:
 Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
   iter-time=MS                        how long deriving the key takes here (2000)
   key-secret=ID                       the key, of those that --object secret,id=ID,file=FILE
-                                      names; left out, the first that is named";
+                                      names; left out, the first that is named
+  preallocation=off|falloc|full       space that is allocated now, as of a raw image (off)";
 
 /// The text that `-o help` prints; under the name qemu-img, in qemu-img's form.
 pub fn help(format: Option<ImageFormat>, has_file: bool) -> String {
@@ -224,6 +225,8 @@ fn parse_known(text: &str) -> Result<Setting, String> {
         "encryption" => switch().map(Setting::EncryptionSwitch),
         "encrypt.iter-time" | "iter-time" => match value.parse() {
             Ok(time @ 1..=60_000) => Ok(Setting::EncryptIterTime(time)),
+            // The fewest iterations.
+            Ok(0) if called_as::is_qemu_img() => Ok(Setting::EncryptIterTime(0)),
             _ => Err(wrong("1 to 60000 milliseconds")),
         },
         "nocow" => switch().map(Setting::NoCopyOnWrite),
@@ -367,12 +370,13 @@ pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
             Setting::EncryptIterTime(given) => time = *given,
             Setting::KeySecret(_) | Setting::UsualLuks => {}
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
-            Setting::Preallocation(Preallocation::Off) => {}
+            // `space_of` reads it.
+            Setting::Preallocation(mode) if *mode != Preallocation::Metadata => {}
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
             _ => {
-                return Err(
-                    "LUKS containers have no options (-o) but key-secret and iter-time".to_owned()
-                );
+                return Err("LUKS containers have no options (-o) but key-secret, iter-time and \
+                     preallocation=off, falloc and full"
+                    .to_owned());
             }
         }
     }
@@ -398,6 +402,17 @@ pub fn size_of(settings: &[Setting]) -> Option<u64> {
         Setting::Size(size) => Some(*size),
         _ => None,
     })
+}
+
+/// The space that a new file gets at once, if an option asks for it; the last option is used.
+pub fn space_of(settings: &[Setting]) -> Option<SpaceMode> {
+    let mode = settings.iter().rev().find_map(|setting| match setting {
+        Setting::Preallocation(Preallocation::Falloc) => Some(Some(SpaceMode::Falloc)),
+        Setting::Preallocation(Preallocation::Full) => Some(Some(SpaceMode::Full)),
+        Setting::Preallocation(_) => Some(None),
+        _ => None,
+    });
+    mode.flatten()
 }
 
 /// The first value that qemu-img refuses when it makes the image.

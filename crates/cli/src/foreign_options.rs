@@ -3,7 +3,8 @@
 //!
 //! Guarantees: an option is either obeyed or refused. Two options are accepted without effect,
 //! because what they request is always true: a VHD has exactly the requested size (`force_size`),
-//! and unwritten blocks read as zeros (`block_state_zero`).
+//! and unwritten blocks read as zeros (`block_state_zero`). Under the name qemu-img `preallocation`
+//! has no effect either, as there.
 
 use blockhouse_config::{size, switch};
 use blockhouse_disk::Backing;
@@ -11,6 +12,7 @@ use blockhouse_format::qcow2::Preallocation;
 use blockhouse_format::{ForeignKind, NewForeignOptions, Subformat};
 
 use crate::called_as;
+use crate::create_options;
 use crate::create_setting::{Setting, backing_file, name_and_value};
 use crate::qemu_refusals;
 
@@ -32,6 +34,9 @@ const OPTIONS: &[(&str, &[ForeignKind])] = &[
 /// The `hwversion` that means VMDK's default, and the one that `compat6` means.
 const UNDEFINED: &str = "undefined";
 const COMPAT6: &str = "6";
+
+/// Bytes of the largest block of a VHDX image.
+const MAX_BLOCK: u64 = 256 << 20;
 
 /// Whether one of these formats has an option of this name.
 pub fn is_name(name: &str) -> bool {
@@ -77,6 +82,16 @@ pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
 /// An option that the format does not have, or a value that is not possible.
 pub fn of(kind: ForeignKind, size: u64, settings: &[Setting]) -> Result<NewForeignOptions, String> {
     let mut options = NewForeignOptions::new(size);
+    let value_of = |wanted: &str| {
+        settings.iter().rev().find_map(|setting| match setting {
+            Setting::Foreign(name, value) if *name == wanted => Some(value.as_str()),
+            _ => None,
+        })
+    };
+    if value_of("compat6") == Some("on") && value_of("hwversion").is_some_and(|it| it != UNDEFINED)
+    {
+        return Err("compat6 cannot be enabled with hwversion set".to_owned());
+    }
     for setting in settings {
         match setting {
             Setting::Foreign(name, value) if has(kind, name) => {
@@ -84,8 +99,19 @@ pub fn of(kind: ForeignKind, size: u64, settings: &[Setting]) -> Result<NewForei
             }
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
             // The caller finds the parent.
-            Setting::BackingFile(_) | Setting::BackingFormat(_) if kind == ForeignKind::Vmdk => {}
+            Setting::BackingFile(_) if kind == ForeignKind::Vmdk => {}
+            Setting::BackingFormat(format) if kind == ForeignKind::Vmdk => {
+                if format != "vmdk" {
+                    return Err("backing_file must be a vmdk image".to_owned());
+                }
+            }
             Setting::Preallocation(Preallocation::Off) => {}
+            // To qemu-img these are options of the file, which is empty at that time: it ignores
+            // two of them.
+            Setting::Preallocation(Preallocation::Metadata) if called_as::is_qemu_img() => {
+                return Err(create_options::raw_has_no_tables());
+            }
+            Setting::Preallocation(_) if called_as::is_qemu_img() => {}
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
             other => return Err(not_of(kind, other)),
         }
@@ -110,8 +136,11 @@ fn apply(
         }
         ("static", "on") => options.subformat = Subformat::Fixed,
         ("static", _) => options.subformat = Subformat::Sparse,
-        ("block_size", _) => options.block_size = value.parse().ok().filter(|&size| size > 0),
-        ("log_size", _) => options.log_size = value.parse().unwrap_or_default(),
+        ("block_size", _) => {
+            let size = value.parse().ok().filter(|&size| size > 0);
+            options.block_size = size.map(|size| in_mib(size, MAX_BLOCK));
+        }
+        ("log_size", _) => options.log_size = in_mib(value.parse().unwrap_or_default(), u64::MAX),
         ("adapter_type", _) => options.adapter = value.to_owned(),
         ("hwversion", UNDEFINED) => {}
         ("hwversion", _) => options.hardware_version = value.to_owned(),
@@ -121,6 +150,13 @@ fn apply(
         _ => {}
     }
     Ok(())
+}
+
+/// The size that qemu-img makes of this size of a block or log: whole MiB, and `max` at most. Under
+/// our own name other sizes are refused when the image is made.
+fn in_mib(size: u64, max: u64) -> u64 {
+    const MIB: u64 = 1 << 20;
+    if called_as::is_qemu_img() { size.div_ceil(MIB).saturating_mul(MIB).min(max) } else { size }
 }
 
 fn subformat(kind: ForeignKind, value: &str) -> Result<Subformat, String> {
@@ -192,6 +228,7 @@ mod tests {
         assert_eq!(options(ForeignKind::Vdi, "static=on").unwrap().subformat, Subformat::Fixed);
         let split = options(ForeignKind::Vmdk, "subformat=twoGbMaxExtentFlat").unwrap();
         assert_eq!((split.subformat, split.is_split), (Subformat::Fixed, true));
+        assert!(options(ForeignKind::Vmdk, "compat6=on,hwversion=undefined").is_ok());
         assert_eq!(options(ForeignKind::Vdi, "static").unwrap().subformat, Subformat::Fixed);
         assert_eq!(options(ForeignKind::Vhdx, "block_size=0").unwrap().block_size, None);
         for (kind, text, words) in [
@@ -203,6 +240,9 @@ mod tests {
             (ForeignKind::Vdi, "static=maybe", "on or off"),
             (ForeignKind::Vhdx, "subformat", "no NAME=VALUE"),
             (ForeignKind::Vmdk, "adapter_type=usb", "lsilogic"),
+            (ForeignKind::Vmdk, "compat6=on,hwversion=7", "cannot be enabled"),
+            (ForeignKind::Vmdk, "backing_fmt=raw", "must be a vmdk image"),
+            (ForeignKind::Vmdk, "preallocation=full", "no option 'preallocation'"),
         ] {
             let error = options(kind, text).unwrap_err();
             assert!(error.contains(words), "{text}: {error}");

@@ -25,6 +25,10 @@ pub fn print(
     output::print_unless_quiet(&line(image, format, size, settings))
 }
 
+/// The options of files, in QEMU's order; those of qcow2 are among the options of the format.
+const OF_FILES: &[(&str, Option<&str>)] =
+    &[("nocow", None), ("preallocation", None), ("extent_size_hint", None)];
+
 /// The options of a format, in QEMU's order, with the values of those that always have one.
 fn options_of(format: ImageFormat) -> &'static [(&'static str, Option<&'static str>)] {
     match format {
@@ -59,31 +63,26 @@ fn options_of(format: ImageFormat) -> &'static [(&'static str, Option<&'static s
             ("subformat", None),
             ("toolsversion", None),
             ("zeroed_grain", None),
-            ("nocow", None),
         ],
         ImageFormat::Foreign(ForeignKind::Vpc) => {
-            &[("size", None), ("subformat", None), ("force_size", None), ("nocow", None)]
+            &[("size", None), ("subformat", None), ("force_size", None)]
         }
-        ImageFormat::Foreign(ForeignKind::Vdi) => {
-            &[("size", None), ("static", Some("off")), ("nocow", None)]
-        }
+        ImageFormat::Foreign(ForeignKind::Vdi) => &[("size", None), ("static", Some("off"))],
         ImageFormat::Foreign(ForeignKind::Vhdx) => &[
             ("size", None),
             ("log_size", Some("1048576")),
             ("block_size", Some("0")),
             ("subformat", None),
             ("block_state_zero", None),
-            ("nocow", None),
         ],
-        _ => {
-            &[("size", None), ("nocow", None), ("preallocation", None), ("extent_size_hint", None)]
-        }
+        _ => &[("size", None)],
     }
 }
 
 fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> String {
     let mut line = format!("Formatting '{}', fmt={}", image.display(), format.as_str());
-    for (name, usual) in options_of(format) {
+    let of_file = if format == ImageFormat::Qcow2 { &[] } else { OF_FILES };
+    for (name, usual) in options_of(format).iter().chain(of_file) {
         let said = settings.iter().rev().find_map(|setting| {
             let (key, value) = name_and_value(setting)?;
             let key = key.strip_prefix("encrypt.").unwrap_or(key);

@@ -147,6 +147,8 @@ const OWN: &[&str] = &[
     "expects 'on' or 'off'",
     "does not accept value",
     "invalid parameter value: ",
+    "compat6 cannot be enabled with",
+    "backing_file must be a vmdk",
 ];
 
 /// The words of qemu-img and qemu-nbd for wrong usage. Only under their names.
