@@ -513,7 +513,8 @@ fn children_of(facts: &Facts, size: u64) -> Vec<Value> {
         let (size, actual) = (size_of(&path).ok()?, blocks_of(&path).ok()? * 512);
         Some(json!({ "name": role, "info": file_data(&path, size, Some(actual)) }))
     };
-    let extents = facts.vmdk.iter().flat_map(|vmdk| vmdk.extents.iter().enumerate());
+    // The last one is the first, as in QEMU.
+    let extents = facts.vmdk.iter().flat_map(|vmdk| vmdk.extents.iter().enumerate().rev());
     let extents = extents.filter_map(|(index, extent)| {
         extent.file.as_ref().map(|name| (format!("extents.{index}"), name))
     });
