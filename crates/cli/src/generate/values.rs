@@ -49,8 +49,10 @@ const NO_WORD: &str = "no.such.word";
 /// if there are none.
 pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
     let argument = argument.clone();
-    let is_plain =
-        argument.get_action().takes_values() && argument.get_possible_values().is_empty();
+    let is_flag = argument.get_num_args().is_some_and(|count| !count.takes_values());
+    let is_plain = argument.get_action().takes_values()
+        && !is_flag
+        && argument.get_possible_values().is_empty();
     let Some(name) = argument.get_long().filter(|_| is_plain) else { return argument };
     let value_names = argument.get_value_names().unwrap_or_default().iter();
     let is_path = argument.get_value_parser().type_id() == TypeId::of::<PathBuf>()
