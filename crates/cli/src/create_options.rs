@@ -374,9 +374,11 @@ pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
             Setting::Preallocation(mode) if *mode != Preallocation::Metadata => {}
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
             _ => {
-                return Err("LUKS containers have no options (-o) but key-secret, iter-time and \
-                     preallocation=off, falloc and full"
-                    .to_owned());
+                return Err(
+                    "LUKS containers have no options (-o) but preallocation=off, falloc and \
+                            full, key-secret and iter-time"
+                        .to_owned(),
+                );
             }
         }
     }

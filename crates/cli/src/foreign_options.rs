@@ -102,7 +102,7 @@ pub fn of(kind: ForeignKind, size: u64, settings: &[Setting]) -> Result<NewForei
             Setting::BackingFile(_) if kind == ForeignKind::Vmdk => {}
             Setting::BackingFormat(format) if kind == ForeignKind::Vmdk => {
                 if format != "vmdk" {
-                    return Err("backing_file must be a vmdk image".to_owned());
+                    return Err(wrong_parent(format));
                 }
             }
             Setting::Preallocation(Preallocation::Off) => {}
@@ -150,6 +150,14 @@ fn apply(
         _ => {}
     }
     Ok(())
+}
+
+/// The error for a parent of another format than VMDK.
+fn wrong_parent(format: &str) -> String {
+    match called_as::is_qemu_img() {
+        true => "backing_file must be a vmdk image".to_owned(),
+        false => format!("backing_fmt cannot be '{format}': the parent is a VMDK image, too"),
+    }
 }
 
 /// The size that qemu-img makes of this size of a block or log: whole MiB, and `max` at most. Under
@@ -241,7 +249,7 @@ mod tests {
             (ForeignKind::Vhdx, "subformat", "no NAME=VALUE"),
             (ForeignKind::Vmdk, "adapter_type=usb", "lsilogic"),
             (ForeignKind::Vmdk, "compat6=on,hwversion=7", "cannot be enabled"),
-            (ForeignKind::Vmdk, "backing_fmt=raw", "must be a vmdk image"),
+            (ForeignKind::Vmdk, "backing_fmt=raw", "a VMDK image, too"),
             (ForeignKind::Vmdk, "preallocation=full", "no option 'preallocation'"),
         ] {
             let error = options(kind, text).unwrap_err();

@@ -211,7 +211,11 @@ fn a_vmdk_image_has_what_its_parent_has() {
     command(&["compare", "-f", "vmdk", "-F", "raw", str(&top), str(&disk)]).success();
     let raw = ["create", "-f", "vmdk", "-b", str(&disk), "-F", "raw", "other.vmdk"];
     let refused = command(&raw);
-    assert!(refused.stderr.contains("no VMDK image"), "{}", refused.describe("refused"));
+    assert!(
+        refused.stderr.contains("the parent is a VMDK image"),
+        "{}",
+        refused.describe("refused")
+    );
 }
 
 #[test]
