@@ -12,7 +12,6 @@ use blockhouse_format::qcow2::Preallocation;
 use blockhouse_format::{ForeignKind, NewForeignOptions, Subformat};
 
 use crate::called_as;
-use crate::create_options;
 use crate::create_setting::{Setting, backing_file, name_and_value};
 use crate::qemu_refusals;
 
@@ -109,7 +108,7 @@ pub fn of(kind: ForeignKind, size: u64, settings: &[Setting]) -> Result<NewForei
             // To qemu-img these are options of the file, which is empty at that time: it ignores
             // two of them.
             Setting::Preallocation(Preallocation::Metadata) if called_as::is_qemu_img() => {
-                return Err(create_options::raw_has_no_tables());
+                return Err("Unsupported preallocation mode: metadata".to_owned());
             }
             Setting::Preallocation(_) if called_as::is_qemu_img() => {}
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
