@@ -37,8 +37,8 @@ pub enum KeySlotChange {
 /// Whether a change may lose the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastKey {
-    /// Such a change is refused. A new key in a slot that is in use is refused, too, and the erasure
-    /// of a slot that is not.
+    /// Such a change is refused. A new key in a slot that is in use is refused, too, and the
+    /// erasure of a slot that is not.
     Keep,
     /// The image may become impossible to open.
     MayGo,
@@ -48,10 +48,9 @@ pub enum LastKey {
 /// that it was opened with. Blocks this thread for seconds, because it derives keys.
 ///
 /// # Errors
-/// `InvalidInput` if the image is not encrypted, there is no such slot or secret, the slot of a new
-/// key is in use or that of an erased one is not, the secret does not open the slot, or the last key
-/// would be lost; `Unsupported` for a version of LUKS other than 1, or if no secret opens the image;
-/// or storage errors.
+/// `InvalidInput` if the image is not encrypted, there is no such slot or secret, the secret does
+/// not open the slot, or `last_key` refuses the change; `Unsupported` for a version of LUKS other
+/// than 1, or if no secret opens the image; or storage errors.
 pub fn change_key_slots<'a>(
     disk: &'a ImageDisk,
     secrets: &'a Secrets,
