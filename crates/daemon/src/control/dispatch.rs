@@ -133,7 +133,7 @@ async fn dispatch(
         "disk.stats" => stats(running, params(given)?),
         "stats.get" => {
             let NoParams {} = params(given)?;
-            result(running.metrics().await?)
+            result(running.metrics().await)
         }
         _ if method.starts_with("backup.") => backups::call(running, method, given).await,
         _ if method.starts_with("bitmap.") => bitmaps::call(running, method, given).await,
@@ -228,13 +228,13 @@ async fn open(running: &Running, given: DiskConfig) -> Outcome {
 
 async fn disks(running: &Running) -> Vec<DiskInfo> {
     let disks = running.disks().all();
-    let rooms = running.rooms_left(&disks).await;
+    let asked: Vec<_> = disks.iter().map(|disk| Arc::downgrade(&disk.disk)).collect();
     let exports = running.exports().list();
     let of = |disk: &str| {
         let of_disk = exports.iter().filter(|export| export.disk == disk);
         of_disk.map(|export| export.address.to_string()).collect()
     };
-    let info = |(disk, room_left): (Arc<RunningDisk>, Option<u64>)| DiskInfo {
+    let info = |disk: Arc<RunningDisk>| DiskInfo {
         disk: disk.name().to_owned(),
         path: disk.path(),
         format: disk.disk.image().image_format_name().to_owned(),
@@ -246,12 +246,16 @@ async fn disks(running: &Running) -> Vec<DiskInfo> {
         cache: disk.setup.cache.as_str().to_owned(),
         snapshot: disk.setup.snapshot.clone(),
         exports: of(disk.name()),
-        room_left,
+        room_left: None,
         threshold: disk.threshold().map(|threshold| threshold.to_string()),
         held: Some(disk.disk.hold().count()).filter(|&held| held > 0),
         waits: disk.disk.stats().backing_wait().map(|wait| wait.to_string()),
     };
-    disks.into_iter().zip(rooms).map(info).collect()
+    let mut infos: Vec<_> = disks.into_iter().map(info).collect();
+    // No disk is kept open meanwhile.
+    let rooms = running.rooms_left(asked).await;
+    infos.iter_mut().zip(rooms).for_each(|(info, room)| info.room_left = room);
+    infos
 }
 
 /// Parses a threshold; `None` for "off".

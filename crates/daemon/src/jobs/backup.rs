@@ -10,6 +10,7 @@ use std::num::NonZeroU64;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 use blockhouse_core::ErrorKind;
@@ -94,6 +95,7 @@ pub(crate) fn start_backup(
             Some(bitmap) => sync(&disk.disk, bitmap, end).await,
             None => end,
         };
+        job.source_is_kept.store(true, Ordering::SeqCst);
         let Some(copied) = rest else { return end };
         // A failure that was decided may have been repaired since: the copy has the last word on
         // the target's state.

@@ -17,7 +17,8 @@ mod target;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -131,6 +132,8 @@ pub struct RunningJob {
     pub left_out: OnceLock<Range<usize>>,
     /// Whether the job has no operation in flight at the target, and has closed it.
     pub(crate) target_is_free: AtomicBool,
+    /// Whether the job no longer changes the images of its disk.
+    pub(crate) source_is_kept: AtomicBool,
 }
 
 impl RunningJob {
@@ -284,13 +287,12 @@ impl Jobs {
     /// write to the disk's images.
     pub(crate) fn has_stuck_reader(&self, disk: &RunningDisk) -> bool {
         let of_disk = |job: &RunningJob| job.source.as_ptr() == Arc::as_ptr(&disk.disk);
-        // The target of the other kinds is one of the disk's images.
-        let only_reads = |job: &RunningJob| ["mirror", "backup"].contains(&job.kind);
         let state = self.0.lock();
         let all = state.jobs.iter().chain(&state.unanswered);
         let mut stuck = all.filter(|job| !job.target_is_free.load(Ordering::SeqCst));
-        let is_written =
-            |job: &RunningJob| job.writes_to(disk.name()) || of_disk(job) && !only_reads(job);
+        let is_written = |job: &RunningJob| {
+            job.writes_to(disk.name()) || of_disk(job) && !job.source_is_kept.load(Ordering::SeqCst)
+        };
         stuck.clone().any(|job| of_disk(job)) && !stuck.any(|job| is_written(job))
     }
 
@@ -327,6 +329,8 @@ impl Jobs {
         let handle = workers.first().clone();
         let control = Arc::new(JobControl::default());
         let target_is_free = AtomicBool::new(false);
+        // The others change images of the disk, or its bitmaps.
+        let source_is_kept = AtomicBool::new(kind == "mirror");
         let (disk, source) = (disk.to_owned(), Arc::downgrade(source));
         let left_out = OnceLock::new();
         let job = Arc::new(RunningJob {
@@ -339,6 +343,7 @@ impl Jobs {
             control,
             left_out,
             target_is_free,
+            source_is_kept,
         });
         state.jobs.push(Arc::clone(&job));
         let ended: Vec<_> = state.jobs.iter().filter(|job| job.has_ended()).cloned().collect();
@@ -388,9 +393,9 @@ impl Jobs {
         }));
         match report.recv_timeout(MAX_STOP_TIME + MAX_REPORT_TIME) {
             Ok(true) => return Some(workers),
-            Ok(false) => workers.stop(),
+            Ok(false) | Err(RecvTimeoutError::Disconnected) => workers.stop(),
             // The loop's thread cannot be joined while a system call blocks it.
-            Err(_) => std::mem::forget(workers),
+            Err(RecvTimeoutError::Timeout) => std::mem::forget(workers),
         }
         for job in jobs.iter().filter(|job| !job.has_ended()) {
             let what = format!("the server ends before it does: {}", job.describe_wait());

@@ -68,9 +68,17 @@ impl StartTime {
     }
 }
 
-/// The values of all metrics at this moment, in the order of [`FAMILIES`](super::FAMILIES). Asks
-/// the host for the space that each image takes.
-pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
+/// Whether the host is asked for the space that images take and have. It may hang.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Space {
+    /// It is asked.
+    Asked,
+    /// It is not asked, and the metrics of space have no values.
+    LeftOut,
+}
+
+/// The values of all metrics at this moment, in the order of [`FAMILIES`](super::FAMILIES).
+pub fn gather(started: StartTime, disks: &[MeasuredDisk], space: Space) -> Vec<Samples> {
     let mut gathered = Gathered::default();
     gathered.add(&families::BUILD, &[env!("CARGO_PKG_VERSION")], 1);
     gathered.add(&families::START, &[], started.0);
@@ -79,6 +87,9 @@ pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
         let Some(disk) = disk.upgrade() else { continue };
         let metrics = disk.stats().metrics();
         gathered.add_disk(name, &disk);
+        if space == Space::Asked {
+            gathered.add_space(name, &disk);
+        }
         gathered.add_totals(name, &metrics);
         metrics.requests.iter().for_each(|one| gathered.add_requests(name, one));
         metrics.stages.iter().for_each(|one| gathered.add_stage(name, one));
@@ -119,14 +130,7 @@ impl Gathered {
             1,
         );
         self.add(&families::SIZE, &[name], disk.size());
-        // There is no value if the host does not report one, or if the image is on another server.
-        if let Ok(Some(allocated)) = disk.image().allocated_bytes() {
-            self.add(&families::ALLOCATED, &[name], allocated);
-        }
         self.add(&families::HELD, &[name], disk.hold().count());
-        if let Some(left) = disk.room_left_now() {
-            self.add(&families::ROOM, &[name], left);
-        }
         if let Some(wait) = disk.stats().backing_wait() {
             self.add(&families::WAIT, &[name, wait.file()], wait.seconds());
         }
@@ -136,6 +140,16 @@ impl Gathered {
         if let Some(cache) = disk.stats().metadata_cache() {
             self.add(&families::CACHE_HITS, &[name], cache.hits);
             self.add(&families::CACHE_MISSES, &[name], cache.misses);
+        }
+    }
+
+    /// Adds no value if the host does not report one, or if the image is on another server.
+    fn add_space(&mut self, name: &str, disk: &ImageDisk) {
+        if let Ok(Some(allocated)) = disk.image().allocated_bytes() {
+            self.add(&families::ALLOCATED, &[name], allocated);
+        }
+        if let Some(left) = disk.room_left_now() {
+            self.add(&families::ROOM, &[name], left);
         }
     }
 

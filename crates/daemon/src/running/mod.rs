@@ -36,12 +36,13 @@ pub(crate) mod transactions;
 mod ublk_devices;
 
 use std::slice;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use anyhow::Result;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::server::StateSetup;
 use blockhouse_config::setup::Setup;
+use blockhouse_disk::ImageDisk;
 use blockhouse_engine::{EngineReport, Handle};
 use blockhouse_images::StateUse;
 use serde_json::Value;
@@ -55,7 +56,7 @@ use self::open::state_use;
 use crate::endpoints::tls::Tls;
 use crate::events::Events;
 use crate::jobs::Jobs;
-use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
+use crate::metrics::{MeasuredDisk, Samples, Space, StartTime, gather, to_json};
 use crate::process::blocking::Questions;
 use crate::sandbox::SandboxReport;
 pub(crate) use backup_list::{BackupDisk, RunningBackup};
@@ -179,7 +180,7 @@ impl Running {
 
     /// The values of all metrics at this moment. Waits for the file systems of images.
     pub(crate) fn gathered(&self) -> Vec<Samples> {
-        gather(self.measured_since, &self.measured())
+        gather(self.measured_since, &self.measured(), Space::Asked)
     }
 
     fn measured(&self) -> Vec<MeasuredDisk> {
@@ -190,25 +191,26 @@ impl Running {
         measured.collect()
     }
 
-    /// The values of all metrics at this moment, as JSON.
-    ///
-    /// # Errors
-    /// The file system of an image does not answer.
-    pub(crate) async fn metrics(&self) -> Result<Value> {
+    /// The values of all metrics at this moment, as JSON. Those of space are left out if the file
+    /// system of an image does not answer.
+    pub(crate) async fn metrics(&self) -> Value {
         let (since, measured) = (self.measured_since, self.measured());
-        self.questions.run(move || to_json(&gather(since, &measured))).await
+        let asked = move || to_json(&gather(since, &measured, Space::Asked));
+        self.questions.run(asked).await.unwrap_or_else(|error| {
+            tracing::warn!("the space of the disks is not known: {error}");
+            to_json(&gather(since, &self.measured(), Space::LeftOut))
+        })
     }
 
     /// The free space of each of `disks`, in bytes. `None` for all if the file system of one of
     /// them does not answer.
-    pub(crate) async fn rooms_left(&self, disks: &[Arc<RunningDisk>]) -> Vec<Option<u64>> {
-        // Weak references, as in `MeasuredDisk`.
-        let asked: Vec<_> = disks.iter().map(|disk| Arc::downgrade(&disk.disk)).collect();
-        let ask = move || asked.iter().map(|disk| disk.upgrade()?.room_left_now()).collect();
+    pub(crate) async fn rooms_left(&self, disks: Vec<Weak<ImageDisk>>) -> Vec<Option<u64>> {
+        let count = disks.len();
+        let ask = move || disks.iter().map(|disk| disk.upgrade()?.room_left_now()).collect();
         let answer = self.questions.run(ask).await;
         answer.unwrap_or_else(|error| {
             tracing::warn!("the free space of the disks is not known: {error}");
-            vec![None; disks.len()]
+            vec![None; count]
         })
     }
 

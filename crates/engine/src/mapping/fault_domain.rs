@@ -110,7 +110,7 @@ impl FaultDomain {
     /// Counts a mapping to be made. Returns whether one more is allowed.
     pub(super) fn acquire_mapping(&self) -> bool {
         let next = |count: usize| (count < MAX_DOMAIN_MAPPINGS).then_some(count + 1);
-        self.mappings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
+        self.mappings.try_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
     /// Counts a mapping as removed.
@@ -121,7 +121,7 @@ impl FaultDomain {
     /// Counts a page to be replaced alone. Returns whether one more is allowed. Async-signal-safe.
     pub(super) fn may_replace_page(&self) -> bool {
         let next = |count: u32| (count < MAX_REPLACED_PAGES).then_some(count + 1);
-        self.replaced_pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
+        self.replaced_pages.try_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
     /// Shuts the connection down. Async-signal-safe: one system call.

@@ -34,7 +34,7 @@ impl ByteLimit {
             let left = self.limit.saturating_sub(acquired);
             (held.checked_add(bytes)? <= left).then_some(acquired + bytes)
         };
-        self.acquired.fetch_update(Ordering::SeqCst, Ordering::SeqCst, acquire).is_ok()
+        self.acquired.try_update(Ordering::SeqCst, Ordering::SeqCst, acquire).is_ok()
     }
 
     /// Acquires `bytes`, even if fewer are left.

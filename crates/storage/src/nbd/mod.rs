@@ -12,7 +12,7 @@
 //! - If a connection fails, requests wait for a new connection for the time that the caller allows,
 //!   and are sent again; the server may then carry out each of them twice. After that time the
 //!   requests fail. A request that is the oldest one at the end of 8 connections, all of which
-//!   answered others, fails alone, because the server may end each connection at it.
+//!   answered others, is sent alone, and fails if that connection ends, too.
 //! - No order is guaranteed between the two executions. A server that continues the requests of a
 //!   closed connection may carry out the original request after the repeated one, and after a later
 //!   write to the same bytes. The protocol has no request that waits for such executions. The order

@@ -31,8 +31,9 @@ use super::unflushed::{FlushMark, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
 /// How many streams may end while a request is the oldest one in flight, although they answered
-/// other requests. Then the request fails, because the server may end each stream at it. Streams
-/// without an answer do not count: the reconnect time limits them.
+/// other requests. After that it is sent alone, because the server may end each stream at it, or at
+/// a younger one. If that stream ends, too, it fails. Other streams without an answer do not count:
+/// the reconnect time limits them.
 pub(super) const MAX_ENDED_STREAMS: u32 = 8;
 
 /// The server's status of the first blocks of a range: the number of bytes that have the status,
@@ -82,6 +83,9 @@ pub(super) struct Pending {
     generation: u32,
     /// Whether a request was completed since the last [`queue_again`](Self::queue_again).
     has_answered: bool,
+    /// The cookie of a request that has ended [`MAX_ENDED_STREAMS`] streams. No other request is
+    /// sent before its reply.
+    suspect: Option<u64>,
 }
 
 /// A reply that the protocol does not allow. It ends the connection.
@@ -102,7 +106,7 @@ impl Pending {
     /// A connection without requests. Answered writes are counted in `unflushed`.
     pub(super) fn new(unflushed: Arc<UnflushedWrites>) -> Self {
         let (slots, queue) = (Slab::new(), VecDeque::new());
-        Self { slots, queue, unflushed, generation: 0, has_answered: false }
+        Self { slots, queue, unflushed, generation: 0, has_answered: false, suspect: None }
     }
 
     /// Whether requests wait, and none was completed since the last
@@ -138,6 +142,9 @@ impl Pending {
     /// Takes the next request to send, with its payload. The caller returns the payload with
     /// [`give_back`](Self::give_back).
     pub(super) fn next_queued(&mut self) -> Option<(RequestHeader, Option<IoVector>)> {
+        if self.is_held_back() {
+            return None;
+        }
         let slot = &mut self.slots[key(self.queue.pop_front()?)];
         slot.is_sent = true;
         let payload = match std::mem::replace(&mut slot.body, Body::None) {
@@ -156,6 +163,11 @@ impl Pending {
     /// Whether no request waits to be sent.
     pub(super) fn is_queue_empty(&self) -> bool {
         self.queue.is_empty()
+    }
+
+    /// Whether the next request waits for the reply to another one, which is sent alone.
+    pub(super) fn is_held_back(&self) -> bool {
+        self.suspect.is_some_and(|suspect| self.queue.front() != Some(&suspect))
     }
 
     /// Gives a payload back after it was sent, or after sending has failed. Returns the task to
@@ -259,6 +271,7 @@ impl Pending {
             _ => {}
         }
         self.has_answered = true;
+        self.suspect.take_if(|suspect| *suspect == cookie);
         Ok(self.publish(cookie, detached))
     }
 
@@ -289,9 +302,12 @@ impl Pending {
         // distance is right even after the counter has wrapped.
         let last = self.generation;
         again.sort_by_key(|cookie| std::cmp::Reverse(last.wrapping_sub((cookie >> 32) as u32)));
-        if let Some(&oldest) = again.first().filter(|_| self.has_answered) {
+        let suspect = self.suspect.take();
+        if let Some(&oldest) = again.first() {
             let slot = &mut self.slots[key(oldest)];
-            slot.ended_streams += u32::from(slot.is_sent);
+            let counts = slot.is_sent && (self.has_answered || suspect == Some(oldest));
+            slot.ended_streams += u32::from(counts);
+            self.suspect = (slot.ended_streams == MAX_ENDED_STREAMS).then_some(oldest);
         }
         for cookie in &again {
             let slot = &mut self.slots[key(*cookie)];
@@ -305,7 +321,7 @@ impl Pending {
     }
 
     /// Fails the first queued request with an `error` of its header if it has ended
-    /// [`MAX_ENDED_STREAMS`] streams. Returns the task to wake.
+    /// [`MAX_ENDED_STREAMS`] streams and one over which it was sent alone. Returns the task to wake.
     pub(super) fn fail_suspect(
         &mut self,
         error: impl FnOnce(&RequestHeader) -> Error,
@@ -313,7 +329,7 @@ impl Pending {
     ) -> Option<Waker> {
         let cookie = *self.queue.front()?;
         let slot = &mut self.slots[key(cookie)];
-        if slot.ended_streams < MAX_ENDED_STREAMS {
+        if slot.ended_streams <= MAX_ENDED_STREAMS {
             return None;
         }
         self.queue.pop_front();
@@ -326,6 +342,7 @@ impl Pending {
     /// released them.
     pub(super) fn fail_all(&mut self, error: &Error, detached: &DetachedSyncs) -> Vec<Waker> {
         self.queue.clear();
+        self.suspect = None;
         let is_open = |slot: &Slot| slot.outcome.is_none() || matches!(slot.body, Body::BeingSent);
         let open = |(_, slot): (usize, &Slot)| is_open(slot).then_some(slot.header.cookie);
         let cookies: Vec<_> = self.slots.iter().filter_map(open).collect();
@@ -403,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_request_fails_after_the_last_stream_that_it_may_end() {
+    fn the_oldest_request_fails_after_the_stream_that_it_ends_alone() {
         let (mut pending, detached) = pending();
         let [oldest, other] = [0, 1].map(|_| insert_write(&mut pending));
         let send_all = |pending: &mut Pending| {
@@ -430,6 +447,12 @@ mod tests {
             assert_eq!(is_failed(&mut pending, answered), Some(false));
             pending.queue_again();
         }
+        assert!(!fail(&mut pending));
+        pending.next_queued().and_then(|(header, payload)| {
+            pending.give_back(header.cookie, payload.unwrap(), &detached)
+        });
+        assert!(pending.next_queued().is_none(), "it is sent alone");
+        pending.queue_again();
         assert!(fail(&mut pending), "its task is woken");
         assert_eq!(is_failed(&mut pending, oldest), Some(true));
         assert!(!fail(&mut pending));

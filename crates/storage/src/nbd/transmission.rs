@@ -107,8 +107,8 @@ impl Transmission {
         state.pending.queue_again();
         let error = |request: &RequestHeader| {
             let what = format!(
-                "{MAX_ENDED_STREAMS} connections, which answered other requests, ended before the \
-                 reply to command {} for {} bytes",
+                "{MAX_ENDED_STREAMS} connections, which answered other requests, and one without \
+                 others ended before the reply to command {} for {} bytes",
                 request.kind, request.length
             );
             let error = Error::new(ErrorKind::Io, what).on(self.dial.name()).at(request.offset);
@@ -165,6 +165,9 @@ impl Transmission {
                 if state.pending.is_queue_empty() {
                     return state.is_closing.then_some(false);
                 }
+                if state.pending.is_held_back() {
+                    return None;
+                }
                 while requests.len() < limit
                     && let Some(request) = state.pending.next_queued()
                 {
@@ -187,7 +190,15 @@ impl Transmission {
         &self,
         step: impl FnOnce(&mut Pending, &DetachedSyncs) -> T,
     ) -> T {
-        step(&mut self.state.lock().pending, &self.detached)
+        let mut state = self.state.lock();
+        let was_held_back = state.pending.is_held_back();
+        let outcome = step(&mut state.pending, &self.detached);
+        let goes_on = was_held_back && !state.pending.is_held_back();
+        drop(state);
+        if goes_on {
+            self.changed.notify_all();
+        }
+        outcome
     }
 
     /// Records that the stream has failed, which ends the reader and the writer.

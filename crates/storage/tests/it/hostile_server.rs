@@ -255,10 +255,10 @@ fn a_request_that_ends_each_connection_fails_after_the_reconnect_time() {
     assert!((1..=7).contains(&requests), "{requests} requests");
 }
 
-/// Serves one client until it has asked for `bad`, and for other bytes, which are zeros. Returns
-/// whether it did.
-fn serve_all_but(client: &mut UnixStream, bad: u64) -> bool {
-    let (mut was_bad, mut has_answered) = (false, false);
+/// Serves one client until it has asked for `bad`, and for other bytes, which are zeros; if
+/// `is_alone`, until its first request. Returns whether it has asked for `bad`.
+fn serve_all_but(client: &mut UnixStream, bad: u64, is_alone: bool) -> bool {
+    let (mut was_bad, mut has_answered) = (false, is_alone);
     while !(was_bad && has_answered) {
         let mut head = [0; 28];
         if client.read_exact(&mut head).is_err() {
@@ -284,10 +284,10 @@ fn a_request_that_ends_each_connection_fails_although_others_are_answered() {
     let listener = UnixListener::bind(&socket).unwrap();
     let server = std::thread::spawn(move || {
         (0..)
-            .take_while(|_| {
+            .take_while(|number| {
                 let mut client = listener.accept().unwrap().0;
                 greet(&mut client).unwrap();
-                serve_all_but(&mut client, BAD)
+                serve_all_but(&mut client, BAD, *number == 8)
             })
             .count()
     });
@@ -311,7 +311,7 @@ fn a_request_that_ends_each_connection_fails_although_others_are_answered() {
         assert!(error.contains("8 connections") && error.contains("offset 4096"), "{error}");
         disk.disconnect();
     });
-    assert_eq!(server.join().unwrap(), 8);
+    assert_eq!(server.join().unwrap(), 9);
 }
 
 #[test]
