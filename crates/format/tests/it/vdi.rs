@@ -197,7 +197,7 @@ fn an_image_is_not_opened_to_be_written_or_with_a_cut_table() {
         let mut cut = image(&[0], 1, BLOCK);
         cut.truncate(514);
         let error = open(&run, cut).await.err().expect("a refusal").to_string();
-        assert!(error.contains("past the end of the file"), "{error}");
+        assert!(error.contains("File truncated, expecting at least 516 bytes"), "{error}");
         let error = open(&run, Vec::new()).await.err().expect("a refusal").to_string();
         assert!(error.contains("no VDI image"), "{error}");
     });
