@@ -10,6 +10,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::sync::OnceLock;
 
+use anyhow::{Result, bail};
 use blockhouse_engine::NewFile;
 
 use crate::qemu_long_options::shortened;
@@ -270,6 +271,18 @@ pub fn version() -> Option<String> {
         _ => words.get(1).is_some_and(|word| is_version(word)),
     };
     is_asked.then(|| tool().map(Tool::version)).flatten()
+}
+
+/// Fails under the name qemu-io, because its command language is not implemented: the commands of
+/// this program's own name, such as `create`, would act on its words otherwise.
+///
+/// # Errors
+/// The program is called qemu-io.
+pub fn refuse_commands_of_qemu_io() -> Result<()> {
+    if tool() == Some(Tool::Io) {
+        bail!("only --version of qemu-io is supported; use QEMU's own qemu-io");
+    }
+    Ok(())
 }
 
 fn is_version(word: &OsStr) -> bool {

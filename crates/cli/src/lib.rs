@@ -231,6 +231,9 @@ pub fn run() -> ExitCode {
     if let Some(version) = called_as::version() {
         return finish(output::print(&version).map(|()| ExitCode::SUCCESS));
     }
+    if let Err(error) = called_as::refuse_commands_of_qemu_io() {
+        return finish(Err(error));
+    }
     let arguments = match parse() {
         Ok(arguments) => arguments,
         // `--help` and `--version` are results. On a terminal clap prints them, with colours.

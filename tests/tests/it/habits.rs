@@ -55,6 +55,23 @@ fn a_disk_grows_and_shrinks_by_so_much() {
     assert!(refused.stderr.contains("cannot lose"), "{}", refused.stderr);
 }
 
+/// Otherwise `create` of a script that means qemu-io would replace an image.
+#[test]
+fn a_link_called_qemu_io_tells_its_version_alone() {
+    let scratch = Scratch::new();
+    let qemu_io = scratch.path("qemu-io");
+    std::os::unix::fs::symlink(std::path::absolute(blockhouse()).unwrap(), &qemu_io).unwrap();
+    let run_words = |words: &[&str]| run(Command::new(&qemu_io).args(words));
+    assert!(run_words(&["--version"]).success().stdout.starts_with("qemu-io version 10."));
+    let image = scratch.path("disk.raw");
+    for words in [&["-c", "read 0 4k"][..], &["create", str(&image), "1M"]] {
+        let refused = run_words(words);
+        assert_eq!(refused.status.code(), Some(1), "{words:?}");
+        assert!(refused.stderr.contains("QEMU's own qemu-io"), "{}", refused.stderr);
+    }
+    assert!(!image.exists());
+}
+
 #[test]
 fn options_of_an_image_are_explained() {
     for words in [&["create", "-o", "help"][..], &["convert", "-o", "?", "a", "b.qcow2"]] {
