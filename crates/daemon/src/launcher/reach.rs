@@ -178,8 +178,8 @@ fn unescaped(field: &[u8]) -> PathBuf {
     PathBuf::from(OsString::from_vec(bytes))
 }
 
-/// Whether programs can be located: in a folder that is entered by chroot(2), and is no mount point,
-/// the mount of `/` is not listed, and every server may write everywhere. Says so if not.
+/// Whether programs can be located. The mount of `/` is not listed in a folder that was entered by
+/// chroot(2) and is no mount point: then a server may be able to write anywhere. Says so.
 #[cfg(test)]
 pub(super) fn is_root_listed() -> bool {
     let is_listed = Mounts::read().is_ok_and(|mounts| mounts.place(Path::new("/")).is_some());

@@ -321,7 +321,8 @@ impl Pending {
     }
 
     /// Fails the first queued request with an `error` of its header if it has ended
-    /// [`MAX_ENDED_STREAMS`] streams and one over which it was sent alone. Returns the task to wake.
+    /// [`MAX_ENDED_STREAMS`] streams, and one over which it was sent alone. Returns the task to
+    /// wake.
     pub(super) fn fail_suspect(
         &mut self,
         error: impl FnOnce(&RequestHeader) -> Error,
