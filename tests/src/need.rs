@@ -41,6 +41,14 @@ pub fn tools(programs: &[&str]) -> Result<(), String> {
     if missing.is_empty() { Ok(()) } else { Err(format!("not installed: {}", missing.join(", "))) }
 }
 
+/// A listed mount of `/`. Without one, as in a folder that was entered by chroot(2) and is no mount
+/// point, servers start no other program, because it is unknown where they can write.
+pub fn root_mount() -> Result<(), String> {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").map_err(|why| why.to_string())?;
+    let is_root = |line: &str| line.split(' ').nth(4) == Some("/");
+    if mounts.lines().any(is_root) { Ok(()) } else { Err("the mount of / is not listed".into()) }
+}
+
 /// A driver of QEMU's block layer, which may be a module in a package of its own.
 pub fn qemu_driver(name: &str) -> Result<(), String> {
     tools(&["qemu-img"])?;

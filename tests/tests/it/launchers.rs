@@ -9,9 +9,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use blockhouse_tests::need::skip;
+use blockhouse_tests::need::{self, skip};
 use blockhouse_tests::upgrade::{Servers, upgrade, upgrade_in_the_end};
-use blockhouse_tests::{Scratch, Serve, blockhouse, copy_blockhouse, eventually, image_tool};
+use blockhouse_tests::{
+    Scratch, Serve, blockhouse, copy_blockhouse, eventually, image_tool, require,
+};
 use serde_json::{Value, json};
 
 /// The wrapper that makes system calls fail for the command that it executes.
@@ -33,6 +35,7 @@ fn replace(program: &Path) {
 
 #[test]
 fn a_program_that_was_replaced_is_started_where_the_operator_named_it() {
+    require!(need::root_mount());
     let (scratch, programs) = (Scratch::new(), Scratch::new());
     let program = programs.path("blockhouse");
     replace(&program);

@@ -156,7 +156,8 @@ fn fish_completes_commands_and_options() {
         words.map(str::to_owned).collect::<Vec<_>>()
     };
     assert_eq!(complete("blockhouse ser"), ["serve"]);
-    assert_eq!(complete("blockhouse serve --det"), ["--detect-zeroes"]);
+    // Fish also offers options that have these letters with others between them.
+    assert_eq!(complete("blockhouse serve --detect-z"), ["--detect-zeroes"]);
     assert_eq!(complete("blockhouse serve --hand"), [""; 0]);
 }
 

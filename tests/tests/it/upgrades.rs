@@ -14,8 +14,8 @@ use blockhouse_tests::upgrade::{
     Load, REGION, Servers, fill, upgrade, upgrade_in_the_end, upgrade_under_load, verify,
 };
 use blockhouse_tests::{
-    Engine, Scratch, Serve, Server, eventually, image_tool, nbd_uri, on_every_engine, run, seeded,
-    tool,
+    Engine, Scratch, Serve, Server, eventually, image_tool, nbd_uri, need, on_every_engine,
+    require, run, seeded, tool,
 };
 use rustix::process::Signal;
 use serde_json::json;
@@ -223,6 +223,7 @@ fn dies_at(step: &str, format: &str, remains: Remains) {
 
 #[test]
 fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
+    require!(need::root_mount());
     let scratch = Scratch::new();
     let servers = Servers(&scratch);
     let (line, _) = serve(&scratch, "qcow2");
