@@ -449,14 +449,11 @@ pub fn raw_has_no_tables() -> String {
 /// # Errors
 /// An option or a value that raw images do not have.
 pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
-    let mut mode = None;
     for setting in settings {
-        mode = match setting {
-            Setting::Preallocation(Preallocation::Off) => None,
-            Setting::Preallocation(Preallocation::Falloc) => Some(SpaceMode::Falloc),
-            Setting::Preallocation(Preallocation::Full) => Some(SpaceMode::Full),
+        match setting {
             Setting::Preallocation(Preallocation::Metadata) => return Err(raw_has_no_tables()),
-            Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => mode,
+            Setting::Preallocation(_) => {}
+            Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
             other if called_as::is_qemu_img() => return Err(not_of_raw(other)),
             _ => {
@@ -464,9 +461,9 @@ pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
                             full; for others say --format qcow2"
                     .to_owned());
             }
-        };
+        }
     }
-    Ok(mode)
+    Ok(space_of(settings))
 }
 
 fn not_of_qcow2(name: &str) -> String {

@@ -112,8 +112,8 @@ impl DiskJobs<'_, ImageStorage> {
     }
 
     /// Releases the locks of the images of a closed disk that is still in memory, so that other
-    /// programs may use them again. Nothing may write to the images any more. An image that another
-    /// disk reads from stays locked, with its backing files.
+    /// programs may use them again. The caller ensures that no job writes to the images. An image
+    /// that another disk reads from stays locked, with its backing files.
     pub fn unlock_closed(self) {
         let all = self.disk().image().layer().opened().all_counted().enumerate();
         for (depth, (layer, own)) in all {
