@@ -46,6 +46,7 @@ mod state_memory;
 mod storage;
 pub mod sync;
 mod tool_progress;
+pub mod trial;
 mod work_budget;
 
 pub use buf::{BLOCK_ALIGNMENT, Buffer, BufferPool};

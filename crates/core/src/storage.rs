@@ -277,8 +277,7 @@ pub struct Capabilities {
     pub fua_cost: FuaCost,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
-    /// The number of concurrent durable writes from which plain writes and one flush are cheaper
-    /// than FUA on each.
+    /// Whether plain writes and one flush are cheaper than FUA on each of several durable writes.
     pub group_commit: GroupCommit,
     /// The unit of which offsets, lengths and memory addresses must be multiples. This never
     /// changes while the storage is open.
@@ -322,12 +321,15 @@ pub enum FuaCost {
     ExtraFlush,
 }
 
-/// The number of durable writes in flight from which one shared flush is cheaper than FUA on each.
+/// Whether one shared flush is cheaper than FUA on each of several durable writes in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupCommit {
     /// A shared flush is never cheaper.
     Never,
-    /// A shared flush is cheaper from this many durable writes on.
+    /// A shared flush may be cheaper, which only a measurement shows.
+    Measured,
+    /// A shared flush counts as cheaper from this many durable writes on. For simulated storages,
+    /// whose runs must be repeatable.
     From(usize),
 }
 

@@ -17,7 +17,7 @@
 //! [`WriteMethod::decide`] is called for each write that reaches a storage. If many durable writes
 //! are in flight, one flush for all can be cheaper than FUA for each (group commit).
 
-use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, GroupCommit, SyncMode};
+use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, SyncMode};
 use blockhouse_format::MetadataSync;
 
 /// Maximum number of extents that are each written with FUA if metadata must follow. More extents
@@ -196,21 +196,12 @@ pub(super) enum WriteMethod {
 }
 
 impl WriteMethod {
-    /// The method of a write with the durability `asked`. `in_flight` counts the durable writes to
-    /// this storage that have not ended, this one included.
-    pub(super) fn decide(
-        asked: Durability,
-        fua: Fua,
-        group_commit: GroupCommit,
-        in_flight: usize,
-    ) -> Self {
-        let is_cheaper_in_group = match group_commit {
-            GroupCommit::Never => false,
-            GroupCommit::From(count) => in_flight >= count,
-        };
+    /// The method of a write with the durability `asked`. `shares_flush` says whether one flush for
+    /// several writes in flight is cheaper than FUA for each.
+    pub(super) fn decide(asked: Durability, fua: Fua, shares_flush: bool) -> Self {
         match (asked, fua) {
             (Durability::None, _) | (_, Fua::Ignored) => Self::Plain,
-            (Durability::Data, Fua::Native) if !is_cheaper_in_group => Self::Fua,
+            (Durability::Data, Fua::Native) if !shares_flush => Self::Fua,
             (Durability::Data, _) => Self::PlainThenFlush(SyncMode::Data),
             (Durability::Full, _) => Self::PlainThenFlush(SyncMode::Full),
         }

@@ -42,11 +42,13 @@ use std::time::Duration;
 
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
-    Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector, Result,
-    SnapshotChange, Storage, StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache, rare,
+    Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, IoVector,
+    Result, SnapshotChange, Storage, StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache,
+    rare,
 };
 
 use super::decide::WriteMethod;
+use super::group_commit::GroupCommitTrial;
 use crate::options::{Access, FlushPolicy};
 use crate::state::{FlushRecord, StatePage, TrackedFile};
 use crate::stats::{Content, HostOperation, HostStats};
@@ -75,6 +77,7 @@ pub struct FlushTracker<S> {
     fua_trial: FuaTrial,
     /// The number of durable writes in flight, with FUA or without.
     durable_in_flight: AtomicUsize,
+    group_commit: GroupCommitTrial,
     stats: HostStats,
 }
 
@@ -119,6 +122,7 @@ impl<S: Storage> FlushTracker<S> {
             fua_writes: Epochs::new(),
             fua_trial: FuaTrial::default(),
             durable_in_flight: AtomicUsize::new(0),
+            group_commit: GroupCommitTrial::new(),
             stats: HostStats::default(),
         }
     }
@@ -391,8 +395,16 @@ impl<S: Storage> FlushTracker<S> {
             Fua::Native if !range.is_aligned(alignment.offset.into()) => Fua::Emulated,
             fua => fua,
         };
-        let in_flight = InFlightCount::begin(&self.durable_in_flight, durability);
-        match WriteMethod::decide(durability, fua, group_commit, in_flight.count) {
+        let counted = InFlightCount::begin(&self.durable_in_flight, durability);
+        let in_flight = counted.count;
+        let is_concurrent = durability == Durability::Data && fua == Fua::Native && in_flight > 1;
+        let is_measured = is_concurrent && group_commit == GroupCommit::Measured;
+        let shares_flush = match group_commit {
+            GroupCommit::Never => false,
+            GroupCommit::Measured => is_measured && self.group_commit.begin(in_flight),
+            GroupCommit::From(count) => in_flight >= count,
+        };
+        let outcome = match WriteMethod::decide(durability, fua, shares_flush) {
             WriteMethod::Plain => self.write_plain(content, offset, from, write_cache).await,
             WriteMethod::Fua if self.fua_trial.has_succeeded.load(Ordering::Relaxed) => {
                 self.write_fua(content, offset, from).await
@@ -404,7 +416,11 @@ impl<S: Storage> FlushTracker<S> {
                 self.write_plain(content, offset, from, write_cache).await?;
                 self.flush(sync).await
             }
+        };
+        if is_measured {
+            self.group_commit.end(self.storage.name());
         }
+        outcome
     }
 
     async fn zero_content(&self, content: Content, range: ByteRange, unmap: Unmap) -> Result<()> {

@@ -22,9 +22,9 @@ use std::os::fd::RawFd;
 use std::time::Duration;
 
 use blockhouse_core::metrics::Timestamp;
+use blockhouse_core::trial::{Terms, Trial, Way, closer};
 
 use crate::driver::operation::Operation;
-use crate::driver::trial::{Trial, Way, closer};
 
 /// The default of the longest time for which a loop busy-polls before it sleeps.
 pub const DEFAULT_POLLING: Duration = Duration::from_micros(50);
@@ -48,6 +48,17 @@ const WASTE_SHARE: u64 = 8;
 /// The maximum budget of wasted time that a loop accumulates, in nanoseconds, unless one poll may
 /// take longer.
 const MAX_BUDGET: u64 = 1_000_000;
+
+/// Polling takes a processor, so it must save an eighth. The burst is one use, because several
+/// sleeps in a row would raise the interval by their wake-ups.
+static TERMS: Terms = Terms {
+    first: Way::Costly,
+    min_gain: 8,
+    weight: 8,
+    burst: 1,
+    min_backoff: 16,
+    max_backoff: 1024,
+};
 
 /// The source of an event: an index of the table of estimates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -194,8 +205,7 @@ impl PollGovernor {
 
 impl Estimate {
     fn new(interval: u64) -> Self {
-        // Several sleeps in a row would raise the interval by their wake-ups.
-        Self { interval, trial: Trial::new(Way::Costly, 1) }
+        Self { interval, trial: Trial::new(&TERMS) }
     }
 }
 

@@ -17,17 +17,24 @@
 use std::os::fd::RawFd;
 
 use blockhouse_core::metrics::{Timestamp, clock};
+use blockhouse_core::trial::{Terms, Trial, Way};
 
 use crate::driver::engine::Engine;
 use crate::driver::file::{Caching, File, Medium};
 use crate::driver::operation::{Operation, Token, WriteThrough};
-use crate::driver::trial::{Trial, Way};
 
 /// How many trials there are. Files that share a trial only make it less exact.
 const TRIALS: usize = 64;
 
-/// How often the losing way is tried in a row: one long time among several does not decide.
-const BURST: u16 = 4;
+/// A thread has a cost besides its time, so it must save an eighth.
+static TERMS: Terms = Terms {
+    first: Way::Cheap,
+    min_gain: 8,
+    weight: 8,
+    burst: 4,
+    min_backoff: 16,
+    max_backoff: 1024,
+};
 
 /// The durable writes in flight of one loop, and the trials by file.
 pub(crate) struct LoneWrites {
@@ -48,7 +55,7 @@ struct Measured {
 
 impl LoneWrites {
     pub(crate) fn new(engine: Engine) -> Self {
-        let trials = vec![Trial::new(Way::Cheap, BURST); TRIALS].into_boxed_slice();
+        let trials = vec![Trial::new(&TERMS); TRIALS].into_boxed_slice();
         Self { in_flight: 0, has_choice: engine != Engine::Threads, trials, measured: None }
     }
 

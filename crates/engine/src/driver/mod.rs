@@ -24,7 +24,6 @@ pub(crate) mod ring_restrictions;
 pub(crate) mod ring_tables;
 pub(crate) mod system_call;
 pub(crate) mod thread_pool;
-pub(crate) mod trial;
 pub(crate) mod uring;
 pub(crate) mod wait_queue;
 pub(crate) mod watches;

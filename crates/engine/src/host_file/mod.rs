@@ -36,7 +36,7 @@ use rustix::io::Errno;
 use crate::driver::engine::Engine;
 use crate::driver::file::{Caching, File, Medium};
 use crate::driver::operation::{Operation, Transfer, WriteThrough, is_fua_refusal};
-use crate::driver::thread_pool::{MAX_THREADS, blocking};
+use crate::driver::thread_pool::blocking;
 use crate::event_loop::local;
 use crate::event_loop::submit::submit;
 use crate::host_file::probe::FileKind;
@@ -402,19 +402,14 @@ impl HostFile {
         }
     }
 
-    /// Through the page cache, durable writes to one file run one after the other, each with its
-    /// own flush, while plain writes are only copies. With direct I/O, durable writes run in
-    /// parallel, and those in flight share flushes in the kernel. With the engine `threads`, each
-    /// durable write occupies a thread until the disk has flushed, and further writes wait for a
-    /// thread.
+    /// With direct I/O, durable writes run in parallel, and those in flight share flushes in the
+    /// kernel, which may be slower than one flush for all, for example if each write occupies a
+    /// thread (the engine `threads`). Through the page cache, durable writes to one file run one
+    /// after the other, each with its own flush.
     fn group_commit(&self) -> GroupCommit {
-        let has_few_in_flight = || local::engine() == Some(Engine::Threads);
-        match (self.fua_cost(), self.file.caching) {
-            (FuaCost::ExtraFlush, Caching::PageCache) => GroupCommit::From(2),
-            (FuaCost::ExtraFlush, Caching::Direct) if has_few_in_flight() => {
-                GroupCommit::From(MAX_THREADS + 1)
-            }
-            (FuaCost::ExtraFlush | FuaCost::NoFlush, _) => GroupCommit::Never,
+        match self.fua_cost() {
+            FuaCost::ExtraFlush => GroupCommit::Measured,
+            FuaCost::NoFlush => GroupCommit::Never,
         }
     }
 

@@ -265,11 +265,8 @@ impl Storage for NbdStorage {
             fua_cost: FuaCost::NoFlush,
             // A server without FLUSH has nothing to flush (proto.md, "Request types").
             write_cache: if has_flush { WriteCache::Volatile } else { WriteCache::None },
-            group_commit: if self.has(TransmissionFlags::SEND_FUA) {
-                GroupCommit::Never
-            } else {
-                GroupCommit::From(1)
-            },
+            // Many servers flush after each write with FUA.
+            group_commit: if has_flush { GroupCommit::Measured } else { GroupCommit::Never },
             alignment: Alignment { offset: self.export().minimum_block, memory: 1 },
             write_zeroes: offload(TransmissionFlags::SEND_WRITE_ZEROES),
             prepare_zeroes: Offload::Unavailable,

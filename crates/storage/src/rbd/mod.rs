@@ -163,16 +163,16 @@ impl Storage for RbdStorage {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let (fua, write_cache, group_commit) = if self.is_cached {
-            (Fua::Emulated, WriteCache::Volatile, GroupCommit::From(1))
+        let (fua, write_cache) = if self.is_cached {
+            (Fua::Emulated, WriteCache::Volatile)
         } else {
-            (Fua::Native, WriteCache::None, GroupCommit::Never)
+            (Fua::Native, WriteCache::None)
         };
         Capabilities {
             fua,
             fua_cost: FuaCost::NoFlush,
             write_cache,
-            group_commit,
+            group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Available,
             prepare_zeroes: Offload::Unavailable,

@@ -147,16 +147,10 @@ fn every_combination_of_facts_has_the_plan_of_its_row() {
 fn every_write_that_reaches_a_storage_has_the_method_of_its_row() {
     for asked in ASKED {
         for fua in FUA {
-            for in_flight in 1..5 {
-                for group_commit in [GroupCommit::Never, GroupCommit::From(1), GroupCommit::From(3)]
-                {
-                    let is_grouped =
-                        matches!(group_commit, GroupCommit::From(count) if count <= in_flight);
-                    let crowd = if is_grouped { "grouped" } else { "alone" };
-                    let facts = [name_of_asked(asked), name_of_fua(fua), crowd];
-                    let method = WriteMethod::decide(asked, fua, group_commit, in_flight);
-                    assert_eq!(format!("{method:?}"), look_up(METHODS, &facts), "{facts:?}");
-                }
+            for (crowd, shares_flush) in [("alone", false), ("grouped", true)] {
+                let facts = [name_of_asked(asked), name_of_fua(fua), crowd];
+                let method = WriteMethod::decide(asked, fua, shares_flush);
+                assert_eq!(format!("{method:?}"), look_up(METHODS, &facts), "{facts:?}");
             }
         }
     }

@@ -2,39 +2,44 @@
 //! is tried again now and then, because conditions change.
 //!
 //! Guarantees: the cost of the trial is bounded if each use is recorded. The losing way is used
-//! `burst` times in a row after [`MIN_BACKOFF`] uses of the winner at first, and after
-//! [`MAX_BACKOFF`] uses if it keeps losing.
-
-/// A way's time is the mean of this many uses at first. Later each use moves the mean by one part
-/// in this many of the difference, because single times differ by more than the two ways do.
-const WEIGHT: u64 = 8;
-
-/// The costly way wins if it makes the time shorter by at least one part in this many.
-const MIN_GAIN: u64 = 8;
-
-/// The number of uses of the winner before the losing way is tried again, at first.
-const MIN_BACKOFF: u16 = 16;
-/// The number of uses of the winner before the losing way is tried again, after it has lost often.
-const MAX_BACKOFF: u16 = 1024;
+//! [`burst`](Terms::burst) times in a row after [`min_backoff`](Terms::min_backoff) uses of the
+//! winner at first, and after [`max_backoff`](Terms::max_backoff) uses if it keeps losing. No memory
+//! is allocated.
 
 /// The two ways of a trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub enum Way {
+    /// The way with no cost besides its time.
     Cheap,
     /// The way with a cost of its own besides its time, so it must be shorter by a margin.
     Costly,
 }
 
+/// The terms of a trial.
+#[derive(Debug)]
+pub struct Terms {
+    /// The way that is used until both times are known.
+    pub first: Way,
+    /// The costly way wins if it makes the time shorter by at least one part in this many.
+    pub min_gain: u64,
+    /// A way's time is the mean of this many uses at first. Later each use moves the mean by one
+    /// part in this many of the difference, because single times differ by more than the ways do.
+    pub weight: u64,
+    /// The number of uses of the losing way in a row. With several, one long time does not decide.
+    pub burst: u16,
+    /// The number of uses of the winner before the losing way is tried again, at first.
+    pub min_backoff: u16,
+    /// The same after the losing way has lost often.
+    pub max_backoff: u16,
+}
+
 /// The times of both ways, and the way that has won so far.
 #[derive(Clone, Debug)]
-pub(crate) struct Trial {
+pub struct Trial {
+    terms: &'static Terms,
     cheap: Mean,
     costly: Mean,
-    /// The way that is used until both times are known.
-    first: Way,
     winner: Way,
-    /// The number of uses of the losing way in a row.
-    burst: u16,
     /// The number of uses left of the winner and then of the loser, before the backoff doubles.
     left: u16,
     /// The number of uses of the winner between two bursts of the loser.
@@ -45,47 +50,58 @@ pub(crate) struct Trial {
 #[derive(Clone, Copy, Debug, Default)]
 struct Mean {
     nanoseconds: u64,
-    /// The number of times seen, up to [`WEIGHT`].
+    /// The number of times seen, up to [`Terms::weight`].
     count: u64,
 }
 
 impl Trial {
-    /// A trial that begins with the way `first` and uses the losing way `burst` times in a row.
-    /// With several uses in a row, one long time does not decide.
-    pub(crate) fn new(first: Way, burst: u16) -> Self {
+    /// A trial of which no use has been recorded.
+    pub fn new(terms: &'static Terms) -> Self {
         let (cheap, costly) = (Mean::default(), Mean::default());
-        let (left, backoff) = (MIN_BACKOFF + burst, MIN_BACKOFF);
-        Self { cheap, costly, first, winner: first, burst, left, backoff }
+        let (left, backoff) = (terms.min_backoff + terms.burst, terms.min_backoff);
+        Self { terms, cheap, costly, winner: terms.first, left, backoff }
     }
 
     /// The way for the next use: the winner, or the loser in a burst.
-    pub(crate) fn choose(&mut self) -> Way {
+    pub fn choose(&mut self) -> Way {
+        let Terms { first, min_gain, burst, min_backoff, max_backoff, .. } = *self.terms;
         let winner = match (self.cheap.known(), self.costly.known()) {
-            (Some(cheap), Some(costly)) if costly < cheap - cheap / MIN_GAIN => Way::Costly,
+            (Some(cheap), Some(costly)) if costly < cheap - cheap / min_gain => Way::Costly,
             (Some(_), Some(_)) => Way::Cheap,
-            _ => self.first,
+            _ => first,
         };
         if std::mem::replace(&mut self.winner, winner) != winner {
-            (self.left, self.backoff) = (MIN_BACKOFF + self.burst, MIN_BACKOFF);
+            (self.left, self.backoff) = (min_backoff + burst, min_backoff);
         }
         if self.left == 0 {
-            self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
-            self.left = self.backoff + self.burst;
+            self.backoff = (self.backoff * 2).min(max_backoff);
+            self.left = self.backoff + burst;
         }
         self.left -= 1;
         match winner {
-            _ if self.left >= self.burst => winner,
+            _ if self.left >= burst => winner,
             Way::Cheap => Way::Costly,
             Way::Costly => Way::Cheap,
         }
     }
 
     /// A use of this way took this many nanoseconds.
-    pub(crate) fn record(&mut self, way: Way, nanoseconds: u64) {
+    pub fn record(&mut self, way: Way, nanoseconds: u64) {
         match way {
-            Way::Cheap => self.cheap.add(nanoseconds),
-            Way::Costly => self.costly.add(nanoseconds),
+            Way::Cheap => self.cheap.add(nanoseconds, self.terms.weight),
+            Way::Costly => self.costly.add(nanoseconds, self.terms.weight),
         }
+    }
+
+    /// The way that has won so far.
+    pub fn winner(&self) -> Way {
+        self.winner
+    }
+
+    /// Has the losing way tried at the next use, and often after it, because conditions have
+    /// changed.
+    pub fn retry(&mut self) {
+        (self.left, self.backoff) = (self.terms.burst, self.terms.min_backoff);
     }
 }
 
@@ -95,20 +111,29 @@ impl Mean {
         (self.count > 0).then_some(self.nanoseconds)
     }
 
-    fn add(&mut self, nanoseconds: u64) {
-        self.count = (self.count + 1).min(WEIGHT);
+    fn add(&mut self, nanoseconds: u64, weight: u64) {
+        self.count = (self.count + 1).min(weight);
         self.nanoseconds = closer(self.nanoseconds, nanoseconds, self.count);
     }
 }
 
 /// `known`, moved one part in `weight` of the way to `seen`.
-pub(crate) fn closer(known: u64, seen: u64, weight: u64) -> u64 {
+pub fn closer(known: u64, seen: u64, weight: u64) -> u64 {
     (known * (weight - 1) + seen) / weight
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    static TERMS: Terms = Terms {
+        first: Way::Cheap,
+        min_gain: 8,
+        weight: 8,
+        burst: 4,
+        min_backoff: 16,
+        max_backoff: 1024,
+    };
 
     /// The number of uses of the costly way in `uses` uses, if the two ways take these times.
     fn costly_uses(trial: &mut Trial, uses: u32, cheap: u64, costly: u64) -> u32 {
@@ -123,7 +148,7 @@ mod tests {
 
     #[test]
     fn the_shorter_way_is_used_and_the_other_one_is_tried_ever_more_rarely() {
-        let mut trial = Trial::new(Way::Cheap, 4);
+        let mut trial = Trial::new(&TERMS);
         assert!((40..100).contains(&costly_uses(&mut trial, 10_000, 100, 400)));
         assert!(costly_uses(&mut trial, 10_000, 400, 100) > 9_000, "the machine is busy now");
         assert!(costly_uses(&mut trial, 10_000, 100, 400) < 100, "and idle again");
@@ -131,15 +156,15 @@ mod tests {
 
     #[test]
     fn one_long_time_does_not_decide() {
-        let mut trial = Trial::new(Way::Cheap, 4);
-        assert_eq!(costly_uses(&mut trial, u32::from(MIN_BACKOFF), 300, 100), 0);
+        let mut trial = Trial::new(&TERMS);
+        assert_eq!(costly_uses(&mut trial, u32::from(TERMS.min_backoff), 300, 100), 0);
         assert_eq!(costly_uses(&mut trial, 1, 300, 600), 1, "the first of a burst");
         assert!(costly_uses(&mut trial, 100, 300, 100) > 80);
     }
 
     #[test]
     fn a_gain_within_the_margin_does_not_count() {
-        let mut trial = Trial::new(Way::Cheap, 4);
+        let mut trial = Trial::new(&TERMS);
         assert!(costly_uses(&mut trial, 10_000, 100, 90) < 100);
         assert!(costly_uses(&mut trial, 10_000, 100, 80) > 9_000);
     }
