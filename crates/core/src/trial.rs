@@ -3,8 +3,8 @@
 //!
 //! Guarantees: the cost of the trial is bounded if each use is recorded. The losing way is used
 //! [`burst`](Terms::burst) times in a row after [`min_backoff`](Terms::min_backoff) uses of the
-//! winner at first, and after [`max_backoff`](Terms::max_backoff) uses if it keeps losing. No memory
-//! is allocated.
+//! winner at first, and after [`max_backoff`](Terms::max_backoff) uses if it keeps losing. No
+//! memory is allocated.
 
 /// The two ways of a trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

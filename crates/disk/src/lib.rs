@@ -80,7 +80,7 @@ pub use stats::{
     ClientGuard, ClientMetrics, Counters, DiskMetrics, ErrorCount, ExportKind, ExportLoad,
     HostOperation, Operation, RequestMetrics, RequestTimer, Stage, StageMetrics,
 };
-pub use stored::{ImageDisk, Room, StoredImage};
+pub use stored::{HostSpace, ImageDisk, Room, StoredImage};
 pub use throttle::{
     Burst, LiftGuard, MAX_RATE, RateLimits, Throttle, ThrottleGroup, ThrottleStats,
 };

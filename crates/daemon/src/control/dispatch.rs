@@ -27,6 +27,7 @@ use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
 use super::{backups, bitmaps, forks, images, jobs, transactions};
 use crate::events::Event;
+use crate::metrics::to_json;
 use crate::running::images::name_backing;
 use crate::running::reload;
 use crate::running::room::{set_threshold, set_write_threshold};
@@ -133,7 +134,7 @@ async fn dispatch(
         "disk.stats" => stats(running, params(given)?),
         "stats.get" => {
             let NoParams {} = params(given)?;
-            result(running.metrics().await)
+            result(to_json(&running.gathered().await))
         }
         _ if method.starts_with("backup.") => backups::call(running, method, given).await,
         _ if method.starts_with("bitmap.") => bitmaps::call(running, method, given).await,
@@ -253,8 +254,8 @@ async fn disks(running: &Running) -> Vec<DiskInfo> {
     };
     let mut infos: Vec<_> = disks.into_iter().map(info).collect();
     // No disk is kept open meanwhile.
-    let rooms = running.rooms_left(asked).await;
-    infos.iter_mut().zip(rooms).for_each(|(info, room)| info.room_left = room);
+    let spaces = running.host_spaces(&asked).await;
+    infos.iter_mut().zip(spaces).for_each(|(info, space)| info.room_left = space.left);
     infos
 }
 

@@ -5,7 +5,9 @@ use std::sync::Weak;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::metrics::HistogramReading;
-use blockhouse_disk::{DiskMetrics, ErrorCount, ImageDisk, RequestMetrics, Stage, StageMetrics};
+use blockhouse_disk::{
+    DiskMetrics, ErrorCount, HostSpace, ImageDisk, RequestMetrics, Stage, StageMetrics,
+};
 
 use super::families::{self, Family};
 
@@ -14,9 +16,11 @@ use super::families::{self, Family};
 pub struct MeasuredDisk {
     /// The value of its label `disk`, unique among the disks.
     pub name: String,
-    /// The disk. A weak reference: a file system that hangs while it is asked for the space of an
-    /// image keeps no other disk open.
+    /// The disk. A weak reference: no disk is kept open while file systems are asked for the space
+    /// of images.
     pub disk: Weak<ImageDisk>,
+    /// The space of its image.
+    pub space: HostSpace,
 }
 
 /// A value.
@@ -68,28 +72,17 @@ impl StartTime {
     }
 }
 
-/// Whether the host is asked for the space that images take and have. It may hang.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Space {
-    /// It is asked.
-    Asked,
-    /// It is not asked, and the metrics of space have no values.
-    LeftOut,
-}
-
 /// The values of all metrics at this moment, in the order of [`FAMILIES`](super::FAMILIES).
-pub fn gather(started: StartTime, disks: &[MeasuredDisk], space: Space) -> Vec<Samples> {
+pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
     let mut gathered = Gathered::default();
     gathered.add(&families::BUILD, &[env!("CARGO_PKG_VERSION")], 1);
     gathered.add(&families::START, &[], started.0);
-    for MeasuredDisk { name, disk } in disks {
+    for MeasuredDisk { name, disk, space } in disks {
         // The disk may have been closed meanwhile.
         let Some(disk) = disk.upgrade() else { continue };
         let metrics = disk.stats().metrics();
         gathered.add_disk(name, &disk);
-        if space == Space::Asked {
-            gathered.add_space(name, &disk);
-        }
+        gathered.add_space(name, *space);
         gathered.add_totals(name, &metrics);
         metrics.requests.iter().for_each(|one| gathered.add_requests(name, one));
         metrics.stages.iter().for_each(|one| gathered.add_stage(name, one));
@@ -143,12 +136,11 @@ impl Gathered {
         }
     }
 
-    /// Adds no value if the host does not report one, or if the image is on another server.
-    fn add_space(&mut self, name: &str, disk: &ImageDisk) {
-        if let Ok(Some(allocated)) = disk.image().allocated_bytes() {
+    fn add_space(&mut self, name: &str, HostSpace { allocated, left }: HostSpace) {
+        if let Some(allocated) = allocated {
             self.add(&families::ALLOCATED, &[name], allocated);
         }
-        if let Some(left) = disk.room_left_now() {
+        if let Some(left) = left {
             self.add(&families::ROOM, &[name], left);
         }
     }

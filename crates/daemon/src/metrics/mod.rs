@@ -16,7 +16,7 @@ mod stream;
 mod text;
 
 pub use families::{FAMILIES, Family, Kind};
-pub use gather::{MeasuredDisk, Sample, Samples, Space, StartTime, Value, gather};
+pub use gather::{MeasuredDisk, Sample, Samples, StartTime, Value, gather};
 pub use json::to_json;
 pub(crate) use server::{MetricsServer, bind};
 pub(crate) use stream::Observed;

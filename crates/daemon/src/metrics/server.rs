@@ -14,7 +14,6 @@ use std::io;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -44,9 +43,6 @@ const MAX_STREAMS: usize = 4;
 const GRACE: Duration = Duration::from_secs(1);
 /// The delay before another attempt to bind the address.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
-/// How long the end of the server waits for the loop, which waits for the file system of an image
-/// when it gathers the metrics.
-const MAX_STOP_TIME: Duration = Duration::from_secs(5);
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
 
@@ -63,8 +59,6 @@ pub(crate) fn bind(address: &MetricsAddress) -> Result<BoundSocket> {
 pub struct MetricsServer {
     workers: Workers,
     stop: oneshot::Sender<()>,
-    /// Its sender is dropped when the loop serves no longer.
-    over: mpsc::Receiver<()>,
 }
 
 impl MetricsServer {
@@ -101,9 +95,7 @@ impl MetricsServer {
         bind: impl AsyncFnOnce() -> BoundSocket + Send + 'static,
     ) -> Self {
         let (stop, stopped) = oneshot::channel();
-        let (is_over, over) = mpsc::channel();
         drop(workers.first().spawn(move || async move {
-            let _is_over = is_over;
             let serving = async {
                 let bound = bind().await;
                 if let Err(error) = serve(bound, &*observed).await {
@@ -113,17 +105,13 @@ impl MetricsServer {
             // Answers in flight are dropped: they only read, so nothing is lost.
             select(pin!(serving), stopped).await;
         }));
-        Self { workers, stop, over }
+        Self { workers, stop }
     }
 
     /// Stops the server, and removes the socket's file unless the service manager keeps the socket.
     pub fn stop(self) {
         // The server may have ended already.
         let _ = self.stop.send(());
-        if self.over.recv_timeout(MAX_STOP_TIME) == Err(RecvTimeoutError::Timeout) {
-            tracing::warn!("ends beside its metrics: the file system of an image does not answer");
-            return std::mem::forget(self.workers);
-        }
         self.workers.stop();
     }
 }
@@ -236,7 +224,7 @@ impl Client {
                 }
                 http::refuse(http::TOO_MANY)
             }
-            Some(Ok(request)) => answer(request, observed),
+            Some(Ok(request)) => answer(request, observed).await,
             Some(Err(refusal)) => http::refuse(refusal),
             None => return,
         };
@@ -266,13 +254,13 @@ async fn receive_request(stream: &Stream, hosts: Hosts) -> Option<Result<Request
     }
 }
 
-fn answer(Request { resource, wants_body }: Request, observed: &dyn Observed) -> Vec<u8> {
+async fn answer(Request { resource, wants_body }: Request, observed: &dyn Observed) -> Vec<u8> {
     match resource {
         Resource::Text(form) => {
-            http::answer(form.content_type(), &to_text(&observed.samples(), form), wants_body)
+            http::answer(form.content_type(), &to_text(&observed.samples().await, form), wants_body)
         }
         Resource::Json => {
-            let json = to_json(&observed.samples()).to_string();
+            let json = to_json(&observed.samples().await).to_string();
             http::answer("application/json", &json, wants_body)
         }
         Resource::Page(file) => http::page(file, wants_body),

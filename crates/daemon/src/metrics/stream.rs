@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_engine::{Stream, sleep, timeout};
-use futures_util::future::{Either, select};
+use futures_util::future::{Either, LocalBoxFuture, select};
 use serde_json::json;
 
 use super::gather::Samples;
@@ -25,7 +25,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// A server as its metrics and its page show it.
 pub(crate) trait Observed: Send + Sync {
     /// The values of all metrics at the moment.
-    fn samples(&self) -> Vec<Samples>;
+    fn samples(&self) -> LocalBoxFuture<'_, Vec<Samples>>;
     /// The jobs, as the control socket lists them.
     fn jobs(&self) -> serde_json::Value;
     /// The events from now on.
@@ -37,7 +37,7 @@ pub(super) async fn serve_stream(stream: &Stream, observed: &dyn Observed) {
     let events = observed.subscribe();
     let mut message = http::stream_head();
     loop {
-        message.extend(format!("data: {}\n\n", snapshot(observed)).bytes());
+        message.extend(format!("data: {}\n\n", snapshot(observed).await).bytes());
         if !send(stream, &message).await {
             return;
         }
@@ -54,11 +54,11 @@ pub(super) async fn serve_stream(stream: &Stream, observed: &dyn Observed) {
 
 /// Everything that the page shows, as one line: compact JSON has no line feed between values, and
 /// escapes line feeds in strings.
-fn snapshot(observed: &dyn Observed) -> serde_json::Value {
+async fn snapshot(observed: &dyn Observed) -> serde_json::Value {
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     json!({
         "time": time.as_millis() as u64,
-        "metrics": to_json(&observed.samples()),
+        "metrics": to_json(&observed.samples().await),
         "jobs": observed.jobs(),
     })
 }

@@ -2,18 +2,17 @@
 //! probes for a running server), the end of a guest's device, and questions to the file systems of
 //! images.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use async_lock::Semaphore;
 use blockhouse_engine::timeout;
 use futures_channel::oneshot;
+use parking_lot::Mutex;
 
 /// How long a file system may take to answer.
 const MAX_ANSWER_TIME: Duration = Duration::from_secs(2);
-/// The maximum number of threads that ask: those that a file system holds up are lost.
-const MAX_QUESTIONS: usize = 4;
 
 /// Runs `work` on a thread of its own, and waits for its outcome.
 ///
@@ -28,29 +27,32 @@ pub(crate) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'st
 }
 
 /// Questions to file systems, any of which may hang.
-pub(crate) struct Questions(Arc<Semaphore>);
+///
+/// Guarantees: no event loop waits for a file system, and none waits for another one. A file system
+/// that hangs keeps one thread.
+#[derive(Default)]
+pub(crate) struct Questions(Mutex<HashMap<FileSystems, Arc<async_lock::Mutex<()>>>>);
 
-impl Default for Questions {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(MAX_QUESTIONS)))
-    }
-}
+/// The file systems that a question is for, by their numbers.
+pub(crate) type FileSystems = [Option<u64>; 2];
 
 impl Questions {
-    /// Runs `ask` on a thread of its own, and waits for its outcome, but not for a file system that
-    /// hangs.
+    /// Runs `ask` on a thread of its own, when no other question to these file systems is left, and
+    /// waits for its outcome, but not for a file system that hangs.
     ///
     /// # Errors
-    /// As [`run`]; or `ask`, with the wait for a thread, takes longer than `MAX_ANSWER_TIME`.
+    /// As [`run`]; or `ask`, with the wait for its turn, takes longer than `MAX_ANSWER_TIME`.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
+        file_systems: FileSystems,
         ask: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T> {
+        let turns = Arc::clone(self.0.lock().entry(file_systems).or_default());
         let answer = async {
-            let permit = self.0.acquire_arc().await;
+            let turn = turns.lock_arc().await;
             run(move || {
                 let answer = ask();
-                drop(permit);
+                drop(turn);
                 answer
             })
             .await
@@ -65,25 +67,28 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use blockhouse_engine::{EngineChoice, EventLoop};
-    use futures_util::future::join_all;
+    use futures_util::future::join;
 
     use super::*;
 
     #[test]
-    fn questions_that_hang_keep_neither_the_loop_nor_more_threads_than_allowed() {
+    fn a_file_system_that_hangs_keeps_one_thread_and_no_other_file_system() {
+        const HANGING: FileSystems = [Some(1); 2];
         EventLoop::new(EngineChoice::Auto).expect("a loop").block_on(async {
-            let (questions, mut releases) = (Questions::default(), Vec::new());
-            assert_eq!(questions.run(|| 7).await.expect("an answer"), 7);
-            let hanging = (0..MAX_QUESTIONS).map(|_| {
-                let (release, released) = channel::<()>();
-                releases.push(release);
-                questions.run(move || released.recv().is_err())
-            });
-            let outcomes = join_all(hanging).await;
-            assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
-            assert!(questions.run(|| 9).await.is_err(), "no thread is free");
-            drop(releases);
-            assert_eq!(questions.run(|| 8).await.expect("an answer"), 8);
+            let questions = Questions::default();
+            assert_eq!(questions.run(HANGING, || 7).await.expect("an answer"), 7);
+            let (release, released) = channel::<()>();
+            let hangs = questions.run(HANGING, move || released.recv().is_err());
+            let others = async {
+                for _ in 0..10 {
+                    assert_eq!(questions.run([Some(2); 2], || 9).await.expect("an answer"), 9);
+                }
+            };
+            assert!(join(hangs, others).await.0.is_err());
+            let next = questions.run(HANGING, || panic!("asked beside a question that hangs"));
+            assert!(next.await.is_err());
+            drop(release);
+            assert_eq!(questions.run(HANGING, || 8).await.expect("an answer"), 8);
         });
     }
 }

@@ -35,6 +35,7 @@ pub(crate) mod scratch;
 pub(crate) mod transactions;
 mod ublk_devices;
 
+use std::collections::HashMap;
 use std::slice;
 use std::sync::{Arc, Weak};
 
@@ -42,10 +43,10 @@ use anyhow::Result;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::server::StateSetup;
 use blockhouse_config::setup::Setup;
-use blockhouse_disk::ImageDisk;
+use blockhouse_disk::{HostSpace, ImageDisk};
 use blockhouse_engine::{EngineReport, Handle};
 use blockhouse_images::StateUse;
-use serde_json::Value;
+use futures_util::future::join_all;
 
 use self::backup_list::Backups;
 use self::claims::Claims;
@@ -56,7 +57,7 @@ use self::open::state_use;
 use crate::endpoints::tls::Tls;
 use crate::events::Events;
 use crate::jobs::Jobs;
-use crate::metrics::{MeasuredDisk, Samples, Space, StartTime, gather, to_json};
+use crate::metrics::{MeasuredDisk, Samples, StartTime, gather};
 use crate::process::blocking::Questions;
 use crate::sandbox::SandboxReport;
 pub(crate) use backup_list::{BackupDisk, RunningBackup};
@@ -178,40 +179,41 @@ impl Running {
         self.measured_since
     }
 
-    /// The values of all metrics at this moment. Waits for the file systems of images.
-    pub(crate) fn gathered(&self) -> Vec<Samples> {
-        gather(self.measured_since, &self.measured(), Space::Asked)
+    /// The values of all metrics at this moment. Those of space are left out for a disk whose file
+    /// system does not answer.
+    pub(crate) async fn gathered(&self) -> Vec<Samples> {
+        let named = |disk: Arc<RunningDisk>| (disk.name().to_owned(), Arc::downgrade(&disk.disk));
+        let (names, disks): (Vec<_>, Vec<_>) = self.disks.all().into_iter().map(named).unzip();
+        let spaces = self.host_spaces(&disks).await;
+        let measured = names.into_iter().zip(disks).zip(spaces);
+        let measured: Vec<_> =
+            measured.map(|((name, disk), space)| MeasuredDisk { name, disk, space }).collect();
+        gather(self.measured_since, &measured)
     }
 
-    fn measured(&self) -> Vec<MeasuredDisk> {
-        let measured = self.disks.all().into_iter().map(|disk| MeasuredDisk {
-            name: disk.name().to_owned(),
-            disk: Arc::downgrade(&disk.disk),
+    /// The space of each of `disks`; unknown where a file system does not answer.
+    pub(crate) async fn host_spaces(&self, disks: &[Weak<ImageDisk>]) -> Vec<HostSpace> {
+        let mut questions: HashMap<_, Vec<_>> = HashMap::new();
+        for (index, weak) in disks.iter().enumerate() {
+            if let Some(disk) = weak.upgrade() {
+                questions.entry(disk.file_systems()).or_default().push((index, weak.clone()));
+            }
+        }
+        let answers = questions.into_iter().map(|(file_systems, disks)| {
+            let space = |(index, disk): (usize, Weak<ImageDisk>)| {
+                disk.upgrade().map(|disk| (index, disk.host_space()))
+            };
+            self.questions.run(file_systems, move || disks.into_iter().filter_map(space).collect())
         });
-        measured.collect()
-    }
-
-    /// The values of all metrics at this moment, as JSON. Those of space are left out if the file
-    /// system of an image does not answer.
-    pub(crate) async fn metrics(&self) -> Value {
-        let (since, measured) = (self.measured_since, self.measured());
-        let asked = move || to_json(&gather(since, &measured, Space::Asked));
-        self.questions.run(asked).await.unwrap_or_else(|error| {
-            tracing::warn!("the space of the disks is not known: {error}");
-            to_json(&gather(since, &self.measured(), Space::LeftOut))
-        })
-    }
-
-    /// The free space of each of `disks`, in bytes. `None` for all if the file system of one of
-    /// them does not answer.
-    pub(crate) async fn rooms_left(&self, disks: Vec<Weak<ImageDisk>>) -> Vec<Option<u64>> {
-        let count = disks.len();
-        let ask = move || disks.iter().map(|disk| disk.upgrade()?.room_left_now()).collect();
-        let answer = self.questions.run(ask).await;
-        answer.unwrap_or_else(|error| {
-            tracing::warn!("the free space of the disks is not known: {error}");
-            vec![None; count]
-        })
+        let mut spaces = vec![HostSpace::default(); disks.len()];
+        for answer in join_all(answers).await {
+            let known: Vec<_> = answer.unwrap_or_else(|error| {
+                tracing::warn!("the space of some disks is not known: {error}");
+                Vec::new()
+            });
+            known.into_iter().for_each(|(index, space)| spaces[index] = space);
+        }
+        spaces
     }
 
     /// The options that the command line or the configuration has for the open disks.

@@ -14,6 +14,7 @@ use blockhouse_config::setup::Setup;
 use blockhouse_engine::Handle;
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{BoundSocket, Server};
+use futures_util::future::{FutureExt, LocalBoxFuture};
 use sd_notify::NotifyState;
 
 use self::finishing::{Finishing, close_all};
@@ -419,8 +420,8 @@ fn adopt_all(running: &Running, disks: Vec<OpenedDisk>) -> Result<Vec<Arc<Runnin
 }
 
 impl Observed for Running {
-    fn samples(&self) -> Vec<Samples> {
-        self.gathered()
+    fn samples(&self) -> LocalBoxFuture<'_, Vec<Samples>> {
+        self.gathered().boxed_local()
     }
 
     fn jobs(&self) -> serde_json::Value {

@@ -183,8 +183,8 @@ mod tests {
 
     use super::*;
 
-    /// Makes writes, 16 of them in flight, for `windows` windows. A write takes the time that `time`
-    /// tells for its way, in nanoseconds. Returns the number of windows that shared flushes.
+    /// Makes writes, 16 of them in flight, for `windows` windows. A write takes the nanoseconds
+    /// that `time` tells for its way. Returns the number of windows that shared flushes.
     fn shared_windows(
         trial: &mut Windows,
         now: &mut Timestamp,

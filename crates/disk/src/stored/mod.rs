@@ -6,4 +6,4 @@ mod refresh_size;
 mod room;
 
 pub use image_disk::{ImageDisk, StoredImage};
-pub use room::Room;
+pub use room::{HostSpace, Room};

@@ -17,6 +17,16 @@ pub struct Room {
     pub total: u64,
 }
 
+/// The space that an image takes and has on the host, in bytes. `None` if the host does not tell,
+/// as for an image on another server.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostSpace {
+    /// The space that the image takes, with its data file and without its backing file.
+    pub allocated: Option<u64>,
+    /// The free space.
+    pub left: Option<u64>,
+}
+
 impl ImageDisk {
     /// Free space on the device of a qcow2 image, or in the file system of a file, which other
     /// files may use too. `None` for a raw block device, which is fully allocated, and for an image
@@ -53,9 +63,24 @@ impl ImageDisk {
         }
     }
 
+    /// The file systems of the image and of its data, which [`host_space`](Self::host_space) asks.
+    /// `None` for an image on another server, or in many files.
+    pub fn file_systems(&self) -> [Option<u64>; 2] {
+        let image = self.begin_use();
+        let storages = [image.format().storage(), image.format().data()];
+        storages.map(|storage| Some(storage.storage().as_file()?.file_system()))
+    }
+
+    /// The space that the image takes and has. Blocks if one of its [file
+    /// systems](Self::file_systems) hangs.
+    pub fn host_space(&self) -> HostSpace {
+        let allocated = self.image().allocated_bytes().ok().flatten();
+        HostSpace { allocated, left: self.room_left_now() }
+    }
+
     /// As [`room_left`](Self::room_left), but blocks if the file system of a file hangs. `None`
     /// also for a qcow2 image on a device if tables would have to be read, and after an error.
-    pub fn room_left_now(&self) -> Option<u64> {
+    fn room_left_now(&self) -> Option<u64> {
         let image = self.begin_use();
         match limit_of(&image)? {
             (file, None) => file.file_system_room().ok().map(|(left, _)| left),

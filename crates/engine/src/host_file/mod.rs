@@ -77,6 +77,7 @@ pub struct HostFile {
     unsupported: Unsupported,
     /// The count of the sectors written, for a block device.
     writes: Option<WriteCounter>,
+    file_system: u64,
 }
 
 #[derive(Default)]
@@ -93,6 +94,12 @@ impl HostFile {
     /// Whether the storage is a regular file or a block device.
     pub fn kind(&self) -> FileKind {
         self.kind
+    }
+
+    /// The number of the file's file system, which no other mounted one of this host has. It is
+    /// known since the opening, so a file system that hangs is not asked.
+    pub fn file_system(&self) -> u64 {
+        self.file_system
     }
 
     /// The free space of the file's file system, as far as this process may use it, and its total

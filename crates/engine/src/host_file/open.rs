@@ -309,11 +309,11 @@ impl HostFile {
             None => open_for_flushes(&file, access, path, reopened.flushed),
         };
         let probe::Device { fua_cost, write_cache, .. } = device;
+        let status = rustix::fs::fstat(&*file).map_err(|error| failed(error.into()))?;
         let writes = match kind {
-            FileKind::BlockDevice => rustix::fs::fstat(&*file).ok().map(|found| found.st_rdev),
+            FileKind::BlockDevice => WriteCounter::of(status.st_rdev),
             FileKind::Regular => None,
         };
-        let writes = writes.and_then(WriteCounter::of);
         Ok(Self {
             file,
             tail,
@@ -328,6 +328,7 @@ impl HostFile {
             write_cache,
             unsupported,
             writes,
+            file_system: status.st_dev,
         })
     }
 }
