@@ -9,14 +9,15 @@
 //!
 //! A key has separate positions for reads and for writes, because each direction may have limits of
 //! its own, which must not delay the other direction. The time that a key takes of the limits of
-//! all requests counts in both positions: its reads may delay its writes, but by one `span` at
-//! most, and vice versa. If both a read and a write may be admitted, the lower position is next
-//! while the two positions differ by one span at most. If they differ by more, reads and writes
-//! take turns. The two directions of one key take turns at equal positions, too.
+//! all requests counts in both positions: its reads may delay its writes, but by [`MAX_LEAD`] turns
+//! of usual writes and one `span` at most, and vice versa. If both a read and a write may be
+//! admitted, the lower position is next while the two positions differ by one span at most. If they
+//! differ by more, reads and writes take turns. The two directions of one key take turns at equal
+//! positions, too.
 //!
 //! Each key that waits with an admissible request is next after finitely many turns of others,
 //! because every turn advances a position by at least one, and turns of the key's other direction
-//! advance its position by one span at most.
+//! advance its position by a few turns at most.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
@@ -29,6 +30,12 @@ const MAX_IDLE: usize = 64;
 /// Minimum span, in nanoseconds. The span grows to twice the largest share, until no request waits.
 const MIN_SPAN: u64 = 100_000_000;
 
+/// The number of turns with usual shares by which the requests of one direction delay those of the
+/// other one at most. Reason: a span can be a hundred thousand turns of the smallest writes.
+const MAX_LEAD: u64 = 4;
+/// The weight of a turn in the usual share of its direction.
+const WEIGHT: u64 = 8;
+
 /// See the module's page.
 #[derive(Debug)]
 pub(super) struct FairQueue<K> {
@@ -38,6 +45,8 @@ pub(super) struct FairQueue<K> {
     waiting: [BTreeSet<(u64, K)>; 2],
     /// By direction: the lowest position of a key that begins to wait.
     virtual_time: [u64; 2],
+    /// By direction: the mean of the shares that the last turns took.
+    usual_share: [u64; 2],
     span: u64,
     last_direction: Direction,
 }
@@ -60,9 +69,9 @@ impl Entry {
         self.requests == [0, 0]
     }
 
-    fn place(&mut self, index: usize, span: u64) {
+    fn place(&mut self, index: usize, max_lead: u64) {
         let least = self.taken[index];
-        self.position[index] = self.taken_of_all.clamp(least, least.saturating_add(span));
+        self.position[index] = self.taken_of_all.clamp(least, least.saturating_add(max_lead));
     }
 }
 
@@ -72,9 +81,15 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
             entries: HashMap::new(),
             waiting: Default::default(),
             virtual_time: [0; 2],
+            usual_share: [0; 2],
             span: MIN_SPAN,
             last_direction: Direction::Read,
         }
+    }
+
+    /// By how much the requests of the other direction delay those of this one at most.
+    fn max_lead(&self, index: usize) -> u64 {
+        self.usual_share[index].saturating_mul(MAX_LEAD).min(self.span)
     }
 
     /// Whether a request of this direction waits.
@@ -89,8 +104,9 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
             // Requests of the other direction may have advanced their virtual time meanwhile.
             self.virtual_time[index] = self.virtual_time[0].max(self.virtual_time[1]);
         }
+        let (max_lead, virtual_time) = (self.max_lead(index), self.virtual_time[index]);
         let entry = self.entries.entry(key).or_default();
-        let (is_new, virtual_time) = (entry.is_idle(), self.virtual_time[index]);
+        let is_new = entry.is_idle();
         entry.requests[index] += 1;
         if entry.requests[index] > 1 {
             return;
@@ -99,7 +115,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         if is_new {
             entry.taken_of_all = entry.taken_of_all.max(virtual_time);
         }
-        entry.place(index, self.span);
+        entry.place(index, max_lead);
         self.waiting[index].insert((entry.position[index], key));
     }
 
@@ -139,6 +155,9 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         let index = direction as usize;
         self.span = self.span.max(share.of_direction.saturating_mul(2));
         self.last_direction = direction;
+        let usual = self.usual_share[index].max(1);
+        self.usual_share[index] = usual - usual / WEIGHT + share.of_direction.div_ceil(WEIGHT);
+        let max_leads = [self.max_lead(0), self.max_lead(1)];
         let Some(entry) = self.entries.get_mut(&key) else { return };
         entry.last_direction = direction;
         let former = *entry;
@@ -147,7 +166,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         entry.taken[index] = former.position[index].saturating_add(share.of_direction);
         for (index, waiting) in self.waiting.iter_mut().enumerate() {
             if former.requests[index] > 0 {
-                entry.place(index, self.span);
+                entry.place(index, max_leads[index]);
                 waiting.remove(&(former.position[index], key));
                 waiting.insert((entry.position[index], key));
             }
@@ -285,5 +304,17 @@ mod tests {
         // ahead.
         let writes = (0..100).filter(|_| turn(&mut queue, BOTH, share) == Some(0)).count();
         assert!(writes >= 30, "{writes}");
+    }
+
+    #[test]
+    fn large_reads_delay_the_small_writes_of_their_key_for_a_few_turns() {
+        let mut queue = FairQueue::new();
+        let (read, write) = (of_all(MIN_SPAN / 20), of_all(1000));
+        (0..1000).for_each(|_| queue.enter(1, Direction::Read));
+        (0..100_000).for_each(|_| queue.enter(0, Direction::Write));
+        queue.enter(1, Direction::Write);
+        (0..100).for_each(|_| assert_eq!(turn(&mut queue, &[Direction::Read], read), Some(1)));
+        let turns = (0..1000).position(|_| turn(&mut queue, &[Direction::Write], write) == Some(1));
+        assert!(turns.is_some_and(|turns| turns <= 2 * MAX_LEAD as usize), "{turns:?}");
     }
 }
