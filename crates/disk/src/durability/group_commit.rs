@@ -37,6 +37,10 @@ const SETTLING_FOR_EACH: u32 = 2;
 /// A window in which the clients paused counts as this many times the mean at most.
 const MAX_PAUSE: u64 = 2;
 
+/// Minimum time for each write, in nanoseconds. Less is an error: the clocks of two loops may
+/// differ by the length of an iteration.
+const MIN_TIME: u64 = 1000;
+
 /// The weight of a window in the mean that shows whether conditions have changed.
 const CHANGE_WEIGHT: u64 = 8;
 
@@ -155,7 +159,8 @@ impl Class {
     /// Records the time for each write of a window. If the windows of the winner have come to take
     /// a half more or less, the other way is tried at once.
     fn record(&mut self, way: Way, time: u64) {
-        let time = self.recent.map_or(time, |recent| time.min(recent * MAX_PAUSE));
+        let most = self.recent.map_or(u64::MAX, |recent| recent.saturating_mul(MAX_PAUSE));
+        let time = time.clamp(MIN_TIME, most.max(MIN_TIME));
         self.trial.record(way, time);
         if way != self.trial.winner() {
             return;
@@ -207,8 +212,8 @@ mod tests {
     fn the_faster_way_is_used_and_the_other_one_costs_little() {
         let trial = GroupCommitTrial::new();
         let (windows, now) = (&mut *trial.windows.lock(), &mut clock::now());
-        let slow_flushes = |way| if way == Way::Costly { 2000 } else { 1000 };
-        let fast_flushes = |way| if way == Way::Costly { 600 } else { 1000 };
+        let slow_flushes = |way| if way == Way::Costly { 200_000 } else { 100_000 };
+        let fast_flushes = |way| if way == Way::Costly { 60_000 } else { 100_000 };
         assert!(shared_windows(windows, now, 6_500, slow_flushes) < 110);
         assert!(shared_windows(windows, now, 400, fast_flushes) > 200, "found by two trials");
         assert!(shared_windows(windows, now, 6_500, fast_flushes) > 6_350);
