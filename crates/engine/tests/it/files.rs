@@ -6,7 +6,7 @@ use blockhouse_core::{
     Allocation, Buffer, ByteRange, Durability, ErrorKind, Fua, FuaCost, GroupCommit, Offload,
     ReadAfterDiscard, Storage, SyncMode, Unmap, errno,
 };
-use blockhouse_engine::{Engine, HostFile, OpenMode, PageCache};
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use lab_tools::block_device::has_flushes_to_share;
 
 use crate::common::memory::Memory;
@@ -84,9 +84,8 @@ fn a_write_that_is_not_durable_as_one_request_is_refused_and_changes_nothing() {
     }
 }
 
-/// One file for all loops, whichever thread opened it: capabilities depend on the loop that asks.
 #[test]
-fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way() {
+fn group_commit_is_measured_where_durable_writes_may_share_flushes() {
     let folder = folder();
     let own_disk = if has_flushes_to_share(folder.path()).unwrap() {
         FuaCost::ExtraFlush
@@ -97,15 +96,14 @@ fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way()
     let direct = HostFile::create(&path, MIB, PageCache::Bypassed).unwrap();
     let cached = HostFile::open(&path, OpenMode::ReadWrite, PageCache::Used).unwrap();
     on_every_engine(|event_loop| {
-        let expected = match event_loop.engine() {
-            // There are 16 threads.
-            Engine::Threads if own_disk == FuaCost::ExtraFlush => GroupCommit::From(17),
-            Engine::Threads | Engine::IoUring | Engine::LinuxAio => GroupCommit::Never,
+        let expected = match own_disk {
+            FuaCost::ExtraFlush => GroupCommit::Measured,
+            FuaCost::NoFlush => GroupCommit::Never,
         };
         let asked = async { [&direct, &cached].map(|file| file.capabilities()) };
         let found = event_loop.block_on(asked);
         let grouped = found.map(|capabilities| capabilities.group_commit);
-        assert_eq!(grouped, [expected, GroupCommit::From(2)], "{}", event_loop.engine());
+        assert_eq!(grouped, [expected, GroupCommit::Measured], "{}", event_loop.engine());
         let costs = found.map(|capabilities| capabilities.fua_cost);
         assert_eq!(costs, [own_disk, FuaCost::ExtraFlush], "the page cache writes and flushes");
     });
