@@ -326,8 +326,12 @@ pub enum FuaCost {
 pub enum GroupCommit {
     /// A shared flush is never cheaper.
     Never,
-    /// A shared flush may be cheaper, which only a measurement shows.
-    Measured,
+    /// A shared flush may be cheaper, which only a measurement shows. Until then writes share one
+    /// if `shares_first`.
+    Measured {
+        /// Whether a shared flush is more likely to be cheaper.
+        shares_first: bool,
+    },
     /// A shared flush counts as cheaper from this many durable writes on. For simulated storages,
     /// whose runs must be repeatable.
     From(usize),

@@ -186,6 +186,14 @@ fn concurrent_durable_writes_have_fua_each_until_a_shared_flush_is_tried() {
     }
     client.disconnect();
     server.stop();
+    // The kernel syncs the durable writes of a file one after the other.
+    let scratch = Scratch::new();
+    let (server, trace) = traced(&scratch, Cache::Writeback, &[]);
+    let mut client = Client::open(&server.address());
+    let [writes, durable, syncs] = counts(&write_durably(&trace, &mut client, 64, 1));
+    assert!(writes == 64 && durable < 32 && syncs > 0, "{writes}, {durable}, {syncs}");
+    client.disconnect();
+    server.stop();
 }
 
 #[test]

@@ -111,6 +111,7 @@ impl<S: Storage> FlushTracker<S> {
             // Nothing is written to this storage, so nothing must become stable.
             Access::ReadOnly => 0,
         };
+        let group_commit = GroupCommitTrial::new(storage.capabilities().group_commit);
         Self {
             storage,
             policy,
@@ -122,7 +123,7 @@ impl<S: Storage> FlushTracker<S> {
             fua_writes: Epochs::new(),
             fua_trial: FuaTrial::default(),
             durable_in_flight: AtomicUsize::new(0),
-            group_commit: GroupCommitTrial::new(),
+            group_commit,
             stats: HostStats::default(),
         }
     }
@@ -398,10 +399,10 @@ impl<S: Storage> FlushTracker<S> {
         let counted = InFlightCount::begin(&self.durable_in_flight, durability);
         let in_flight = counted.count;
         let is_concurrent = durability == Durability::Data && fua == Fua::Native && in_flight > 1;
-        let is_measured = is_concurrent && group_commit == GroupCommit::Measured;
+        let is_measured = is_concurrent && matches!(group_commit, GroupCommit::Measured { .. });
         let shares_flush = match group_commit {
             GroupCommit::Never => false,
-            GroupCommit::Measured => is_measured && self.group_commit.begin(in_flight),
+            GroupCommit::Measured { .. } => is_measured && self.group_commit.begin(in_flight),
             GroupCommit::From(count) => in_flight >= count,
         };
         let outcome = match WriteMethod::decide(durability, fua, shares_flush) {

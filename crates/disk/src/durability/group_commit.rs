@@ -14,14 +14,17 @@
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, Ordering};
 
+use blockhouse_core::GroupCommit;
 use blockhouse_core::metrics::{Timestamp, clock};
 use blockhouse_core::trial::{Terms, Trial, Way, closer};
 use parking_lot::Mutex;
 
 /// A flush is a second operation, but a gain of a thirty-second is one. A window is a mean, so few
 /// of them suffice for a comparison.
-static TERMS: Terms =
+const TERMS: Terms =
     Terms { first: Way::Cheap, min_gain: 32, weight: 2, burst: 1, min_backoff: 4, max_backoff: 64 };
+static FUA_FIRST: Terms = TERMS;
+static SHARED_FIRST: Terms = Terms { first: Way::Costly, ..TERMS };
 
 /// How many ranges of the number of writes in flight there are, of which each is twice as large as
 /// the one before.
@@ -85,16 +88,19 @@ struct Next {
 }
 
 impl GroupCommitTrial {
-    pub(super) fn new() -> Self {
-        let class = Class { trial: Trial::new(&TERMS), recent: None, reference: None };
+    /// A choice of which nothing is measured yet, as the storage starts.
+    pub(super) fn new(storage: GroupCommit) -> Self {
+        let shares_first = storage == GroupCommit::Measured { shares_first: true };
+        let terms = if shares_first { &SHARED_FIRST } else { &FUA_FIRST };
+        let class = Class { trial: Trial::new(terms), recent: None, reference: None };
         Self {
-            shares_flush: AtomicBool::new(false),
+            shares_flush: AtomicBool::new(shares_first),
             left: AtomicI64::new(0),
             most: AtomicU32::new(0),
             windows: Mutex::new(Windows {
                 classes: std::array::from_fn(|_| class.clone()),
                 class: 0,
-                way: Way::Cheap,
+                way: terms.first,
                 counted: None,
             }),
         }
@@ -210,7 +216,7 @@ mod tests {
 
     #[test]
     fn the_faster_way_is_used_and_the_other_one_costs_little() {
-        let trial = GroupCommitTrial::new();
+        let trial = GroupCommitTrial::new(GroupCommit::Measured { shares_first: false });
         let (windows, now) = (&mut *trial.windows.lock(), &mut clock::now());
         let slow_flushes = |way| if way == Way::Costly { 200_000 } else { 100_000 };
         let fast_flushes = |way| if way == Way::Costly { 60_000 } else { 100_000 };
@@ -223,7 +229,7 @@ mod tests {
 
     #[test]
     fn the_first_writes_to_end_after_a_change_of_the_way_are_not_counted() {
-        let trial = GroupCommitTrial::new();
+        let trial = GroupCommitTrial::new(GroupCommit::Measured { shares_first: false });
         let mut ended = 0;
         while !trial.begin(16) {
             trial.end("disk");

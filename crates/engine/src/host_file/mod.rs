@@ -415,7 +415,9 @@ impl HostFile {
     /// after the other, each with its own flush.
     fn group_commit(&self) -> GroupCommit {
         match self.fua_cost() {
-            FuaCost::ExtraFlush => GroupCommit::Measured,
+            FuaCost::ExtraFlush => {
+                GroupCommit::Measured { shares_first: self.file.caching == Caching::PageCache }
+            }
             FuaCost::NoFlush => GroupCommit::Never,
         }
     }

@@ -97,13 +97,18 @@ fn group_commit_is_measured_where_durable_writes_may_share_flushes() {
     let cached = HostFile::open(&path, OpenMode::ReadWrite, PageCache::Used).unwrap();
     on_every_engine(|event_loop| {
         let expected = match own_disk {
-            FuaCost::ExtraFlush => GroupCommit::Measured,
+            FuaCost::ExtraFlush => GroupCommit::Measured { shares_first: false },
             FuaCost::NoFlush => GroupCommit::Never,
         };
         let asked = async { [&direct, &cached].map(|file| file.capabilities()) };
         let found = event_loop.block_on(asked);
         let grouped = found.map(|capabilities| capabilities.group_commit);
-        assert_eq!(grouped, [expected, GroupCommit::Measured], "{}", event_loop.engine());
+        assert_eq!(
+            grouped,
+            [expected, GroupCommit::Measured { shares_first: true }],
+            "{}",
+            event_loop.engine()
+        );
         let costs = found.map(|capabilities| capabilities.fua_cost);
         assert_eq!(costs, [own_disk, FuaCost::ExtraFlush], "the page cache writes and flushes");
     });

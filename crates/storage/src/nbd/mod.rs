@@ -266,7 +266,11 @@ impl Storage for NbdStorage {
             // A server without FLUSH has nothing to flush (proto.md, "Request types").
             write_cache: if has_flush { WriteCache::Volatile } else { WriteCache::None },
             // Many servers flush after each write with FUA.
-            group_commit: if has_flush { GroupCommit::Measured } else { GroupCommit::Never },
+            group_commit: if has_flush {
+                GroupCommit::Measured { shares_first: false }
+            } else {
+                GroupCommit::Never
+            },
             alignment: Alignment { offset: self.export().minimum_block, memory: 1 },
             write_zeroes: offload(TransmissionFlags::SEND_WRITE_ZEROES),
             prepare_zeroes: Offload::Unavailable,
