@@ -25,6 +25,8 @@ pub struct Terms {
     /// A way's time is the mean of this many uses at first. Later each use moves the mean by one
     /// part in this many of the difference, because single times differ by more than the ways do.
     pub weight: u64,
+    /// The same for the losing way, which is used rarely.
+    pub loser_weight: u64,
     /// The number of uses of the losing way in a row. With several, one long time does not decide.
     pub burst: u16,
     /// The number of uses of the winner before the losing way is tried again, at first.
@@ -87,9 +89,11 @@ impl Trial {
 
     /// A use of this way took this many nanoseconds.
     pub fn record(&mut self, way: Way, nanoseconds: u64) {
+        let Terms { weight, loser_weight, .. } = *self.terms;
+        let weight = if way == self.winner { weight } else { loser_weight };
         match way {
-            Way::Cheap => self.cheap.add(nanoseconds, self.terms.weight),
-            Way::Costly => self.costly.add(nanoseconds, self.terms.weight),
+            Way::Cheap => self.cheap.add(nanoseconds, weight),
+            Way::Costly => self.costly.add(nanoseconds, weight),
         }
     }
 
@@ -130,6 +134,7 @@ mod tests {
         first: Way::Cheap,
         min_gain: 8,
         weight: 8,
+        loser_weight: 8,
         burst: 4,
         min_backoff: 16,
         max_backoff: 1024,

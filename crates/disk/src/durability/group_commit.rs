@@ -19,10 +19,17 @@ use blockhouse_core::metrics::{Timestamp, clock};
 use blockhouse_core::trial::{Terms, Trial, Way, closer};
 use parking_lot::Mutex;
 
-/// A flush is a second operation, but a gain of a thirty-second is one. A window is a mean, so few
-/// of them suffice for a comparison.
-const TERMS: Terms =
-    Terms { first: Way::Cheap, min_gain: 32, weight: 2, burst: 1, min_backoff: 4, max_backoff: 64 };
+/// A flush is a second operation, but a gain of a thirty-second is one. One slow window of the
+/// winner does not decide; few windows of the loser do, because they are rare.
+const TERMS: Terms = Terms {
+    first: Way::Cheap,
+    min_gain: 32,
+    weight: 8,
+    loser_weight: 2,
+    burst: 1,
+    min_backoff: 4,
+    max_backoff: 64,
+};
 static FUA_FIRST: Terms = TERMS;
 static SHARED_FIRST: Terms = Terms { first: Way::Costly, ..TERMS };
 

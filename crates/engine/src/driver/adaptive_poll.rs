@@ -55,6 +55,7 @@ static TERMS: Terms = Terms {
     first: Way::Costly,
     min_gain: 8,
     weight: 8,
+    loser_weight: 8,
     burst: 1,
     min_backoff: 16,
     max_backoff: 1024,

@@ -31,6 +31,7 @@ static TERMS: Terms = Terms {
     first: Way::Cheap,
     min_gain: 8,
     weight: 8,
+    loser_weight: 8,
     burst: 4,
     min_backoff: 16,
     max_backoff: 1024,
